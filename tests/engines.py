@@ -27,9 +27,10 @@ from torch import Tensor
 from peagle.checkpoints.drafter import load_drafter
 from peagle.checkpoints.target import Target, load_decoder, load_tokenizer
 from peagle.config import SamplingParams
+from peagle.engine.cuda_graphs import DecodeGraph
 from peagle.engine.kv_cache import block_bytes
 from peagle.engine.llm import LLM
-from peagle.engine.prefill import PrefillGraph, PrefillShape
+from peagle.engine.prefill import MixedGraph, PrefillGraph, PrefillShape
 from peagle.engine.request import CompletionOutput, RequestGroup
 from peagle.kernels.attention import paged
 from peagle.kernels.attention.types import PagedAttentionMetadata
@@ -114,20 +115,32 @@ def engine(name: str | None, k: int | str, blocks: int | None = None, **options:
 
 
 def emulate_prefill_graphs(llm: LLM, sizes: Sequence[int]) -> list[PrefillShape]:
-    """Runs prefill in the fixed shapes of captured graphs, without a GPU: a replay runs the pass on the graph's
-    buffers. Returns a list that collects the shape of each replay."""
-    prefill, replays = llm.model_runner.prefill, list[PrefillShape]()
+    """Runs prefill, alone and beside decode requests, in the fixed shapes of captured graphs, without a GPU: a replay
+    runs the pass on the graph's buffers. Returns a list that collects the shape of each replay."""
+    prefill, replays, no_result = llm.model_runner.prefill, list[PrefillShape](), (torch.empty(0), torch.empty(0))
 
-    def build_graph(shape: PrefillShape) -> PrefillGraph:
+    def build_graph(num_rows: int, k: int) -> PrefillGraph:
         def replay() -> None:
             replays.append(shape)
             graph.result = prefill.forward(graph.packed, shape)
 
-        packed, no_result = torch.zeros(shape.field_starts[-1], dtype=torch.long), (torch.empty(0), torch.empty(0))
+        shape = prefill.graph_shape(num_rows, prefill.count_mask_rows(k))
+        packed = torch.zeros(shape.field_starts[-1], dtype=torch.long)
         graph = PrefillGraph(shape, packed, no_result, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
         return graph
 
-    prefill.graphs = [build_graph(prefill.graph_shape(num_rows)) for num_rows in sizes]
+    def build_mixed_graph(batch_size: int, num_rows: int, k: int) -> MixedGraph:
+        def replay() -> None:
+            replays.append(graph.shape)
+            decode.result, graph.result = prefill.forward_mixed(decode.slots_B, graph.packed, graph.shape, k)
+
+        graph, slots_B = build_graph(num_rows, k), torch.full((batch_size,), -1)
+        decode = DecodeGraph(slots_B, no_result, SimpleNamespace(replay=replay))  # type: ignore[arg-type]
+        return MixedGraph(k, decode, graph)
+
+    prefill.graphs = [build_graph(num_rows, prefill.max_speculative_tokens) for num_rows in sizes]
+    choices, batch_size = sorted(llm.adaptive_k.choices, reverse=True), llm.scheduler.max_num_seqs
+    prefill.mixed_graphs[batch_size] = [build_mixed_graph(batch_size, rows, k) for k in choices for rows in sizes]
     return replays
 
 
@@ -255,7 +268,7 @@ def check_writes(llm: LLM) -> Iterator[None]:
         for table, start, live in rows:
             used = table[: -(-(start + live) // size)]
             owners = [r for r in llm.scheduler.running if r.block_ids[: len(used)] == used]
-            assert owners or not live, "written into blocks of another request"
+            assert owners or not live or not any(used), "written into blocks of another request"
             for block in used[start // size :] if live else []:
                 assert llm.scheduler.pool.ref_counts[block] == 1 and block not in llm.scheduler.pool._hash_of_block
         return original(metadata, size, window)

@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps; which graphs of decode steps and of prefill passes are captured.
 
 A graph is captured from a callable that launches the work; nothing here depends on what it launches. There is one
-decode graph for each batch size and number of draft tokens, up to two more for small batches of short sequences, and
-one prefill graph for each number of prompt rows. Unused rows of a decode graph have slot -1, the padding slot.
+decode graph for each batch size and number of draft tokens, up to two more for small batches of short sequences, one
+prefill graph for each number of prompt rows, and mixed graphs that compute both. Unused rows of a decode graph have
+slot -1, the padding slot.
 """
 
 import gc
@@ -10,11 +11,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from peagle.kernels.gemm.tile_configs import MAX_TILED_ROWS
 from peagle.kernels.host_transfer import pin_for_copy
 from peagle.kernels.triton_utils import HAVE_TRITON
 from peagle.models.decoder import Decoder
@@ -28,10 +30,19 @@ PREFILL_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 
 LARGE_MODEL_PARAMETERS = 2e9  # larger models keep the GPU busy longer than the host, except for short prompts
 MAX_LARGE_MODEL_PREFILL_ROWS = 512
 
+# Mixed passes: numbers of decode requests and of prompt rows. A pass of its own for more prompt rows costs as little.
+MIXED_BATCH_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
+MIXED_PREFILL_ROWS = (64, 128, 256)
+MAX_MIXED_K = 7
+# From this many decode rows of a large model more of them cost more time. Passes of a small model have so few rows that
+# a row's bits do not depend on them (gemm/tile_configs.py).
+MAX_LARGE_MODEL_MIXED_DECODE_ROWS = 256
+
 # Largest batches with graphs for short sequences: all lengths, or all but the shortest.
 SHORTEST_SEQ_MAX_BATCH, SHORT_SEQ_MAX_BATCH = 2, 8
 
 StepResult = tuple[Tensor, Tensor]  # result_BX and logprobs_T2N; of a prefill, the first tokens and their logprobs
+R = TypeVar("R")
 DecodeStepFn = Callable[[Tensor, int, int | None], StepResult]  # of slots_B, k and max_seq_len
 
 
@@ -51,6 +62,43 @@ def prefill_graph_sizes(num_parameters: int, max_prefill_tokens: int) -> list[in
     return [rows for rows in PREFILL_ROWS if rows <= limit]
 
 
+@dataclass(frozen=True, order=True)
+class MixedKind:
+    """Size of a captured pass over decode requests and prompt chunks."""
+
+    num_requests: int
+    k: int
+    num_prefill_rows: int
+
+
+def mixed_graph_kinds(
+    num_parameters: int, max_num_seqs: int, choices: Sequence[int], max_prefill_tokens: int
+) -> list[MixedKind]:
+    """The mixed passes to capture: for each number of requests those with the largest k that is worth it, and with half
+    of it."""
+    is_large = num_parameters > LARGE_MODEL_PARAMETERS
+
+    def is_worth_capturing(kind: MixedKind) -> bool:
+        num_decode_rows = kind.num_requests * (kind.k + 1)
+        if is_large:
+            return kind.k <= 1 or num_decode_rows <= MAX_LARGE_MODEL_MIXED_DECODE_ROWS
+        return num_decode_rows + kind.num_prefill_rows <= MAX_TILED_ROWS
+
+    kinds = []
+    for num_requests in sorted({min(size, max_num_seqs) for size in MIXED_BATCH_SIZES}):
+        if num_requests < MIXED_BATCH_SIZES[0]:
+            continue
+        sizes = [rows for rows in MIXED_PREFILL_ROWS if rows <= max_prefill_tokens]
+        candidates = [MixedKind(num_requests, k, rows) for k in choices if k <= MAX_MIXED_K for rows in sizes]
+        worthwhile = [kind for kind in candidates if is_worth_capturing(kind)]
+        if is_large and not worthwhile:  # the only choice of k has many rows
+            worthwhile = candidates
+        largest = max((kind.k for kind in worthwhile), default=0)
+        half = max((kind.k for kind in worthwhile if kind.k <= largest // 2), default=largest)
+        kinds += [kind for kind in worthwhile if kind.k in (half, largest)]
+    return kinds
+
+
 def find_short_seq_lens(target: Decoder, drafter: Drafter | None, max_model_len: int) -> tuple[int, ...]:
     """Sequence lengths below `max_model_len` up to which a faster attention kernel exists for both models, ascending;
     maybe none."""
@@ -68,7 +116,7 @@ def find_short_seq_lens(target: Decoder, drafter: Drafter | None, max_model_len:
     return tuple(length for length in lengths[0] if length < max_model_len) if all(lengths) else ()
 
 
-def capture_graph(run: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAGraph, StepResult]:
+def capture_graph(run: Callable[[], R], pool: Any) -> tuple[torch.cuda.CUDAGraph, R]:
     """Captures the work that `run` launches. Returns the graph and the output of `run`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

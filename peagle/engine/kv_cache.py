@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
+from peagle.kernels.attention.rotary import rotate_in_place
 from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
 from peagle.kernels.fp8 import FP8_DTYPE
 
@@ -179,11 +181,47 @@ class PagedAttention:
         window: Window,
         rope: QKNormRope | None = None,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if self.one is not None and window is None and sinks is None:
             return self.one(layer, q_THd, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return self.attend(PagedAttentionInputs(q_THd, k_TGd, v_TGd, keys, values, self.metadata, window, sinks, rope))
+        inputs = PagedAttentionInputs(q_THd, k_TGd, v_TGd, keys, values, self.metadata, window, sinks, rope, out)
+        return self.attend(inputs)
+
+
+class JoinedAttention:
+    """The `attend` callable of a pass over several parts, each of which owns consecutive rows."""
+
+    def __init__(self, parts: Sequence[PagedAttention], num_rows: Sequence[int]) -> None:
+        ends = list(accumulate(num_rows))
+        self.parts = [(part, slice(end - n, end)) for part, end, n in zip(parts, ends, num_rows, strict=True)]
+        self.rotates = any(part.rotates for part in parts)
+
+    def __call__(
+        self,
+        layer: int,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGd: Tensor,
+        window: Window,
+        rope: QKNormRope | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        out_THd = q_THd.new_empty(q_THd.shape)
+        for part, rows in self.parts:
+            own_rope, q, k = rope.select_rows(rows) if rope is not None else None, q_THd[rows], k_TGd[rows]
+            if own_rope is not None and not part.rotates:
+                rotate_in_place(q, k, own_rope)
+                own_rope = None
+            result = part(layer, q, k, v_TGd[rows], window, own_rope, sinks, out_THd[rows])
+            if result.data_ptr() != out_THd[rows].data_ptr():
+                out_THd[rows] = result
+        return out_THd
+
+
+def join_attention(parts: Sequence[PagedAttention], num_rows: Sequence[int]) -> PagedAttention | JoinedAttention:
+    return parts[0] if len(parts) == 1 else JoinedAttention(parts, num_rows)
 
 
 def decode_attention(

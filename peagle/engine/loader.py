@@ -35,7 +35,13 @@ from peagle.config import (
     default_num_speculative_tokens,
 )
 from peagle.display import ProgressBar
-from peagle.engine.cuda_graphs import DecodeGraphs, decode_batch_sizes, find_short_seq_lens, prefill_graph_sizes
+from peagle.engine.cuda_graphs import (
+    DecodeGraphs,
+    decode_batch_sizes,
+    find_short_seq_lens,
+    mixed_graph_kinds,
+    prefill_graph_sizes,
+)
 from peagle.engine.kv_cache import BlockPool, block_bytes, count_blocks, resolve_kv_cache_dtype, unpacking_bytes
 from peagle.engine.model_runner import ModelRunner
 from peagle.engine.quantization import check_quantization, quantize_target
@@ -145,6 +151,7 @@ def load_engine(
         settings.prefill_chunk_tokens or chunk_tokens,
         max_prefill_tokens,
         choices if cuda_graphs else None,
+        runner.choose_mixed_k,
     )
     return loaded_target, runner, scheduler, adaptive_k
 
@@ -162,10 +169,16 @@ def capture_graphs(runner: ModelRunner, batch_sizes: list[int], choices: list[in
     short_seq_lens = find_short_seq_lens(runner.target, runner.drafter, runner.max_model_len)
     runner.decode_graphs = DecodeGraphs(runner.decode_step, batch_sizes, choices, short_seq_lens)
     runner.sampler.awaits_masks = True
-    prefill_sizes = prefill_graph_sizes(count_parameters(runner.target), max_prefill_tokens)
+    num_parameters = count_parameters(runner.target)
+    prefill_sizes = prefill_graph_sizes(num_parameters, max_prefill_tokens)
+    mixed_kinds = mixed_graph_kinds(num_parameters, batch_sizes[-1], choices, max_prefill_tokens)
+
+    def capture_prefill(pool: object) -> None:
+        runner.prefill.capture(prefill_sizes, pool)
+        runner.prefill.capture_mixed(mixed_kinds, pool)
+
     with ProgressBar() as bar:
-        report_progress = partial(bar.update, "capturing CUDA graphs")
-        runner.decode_graphs.capture(partial(runner.prefill.capture, prefill_sizes), report_progress)
+        runner.decode_graphs.capture(capture_prefill, partial(bar.update, "capturing CUDA graphs"))
 
 
 def check_capturable(cfg: DecoderConfig, drafter_cfg: DrafterConfig | None) -> None:

@@ -1,32 +1,35 @@
-"""Executes a scheduled step on the device: the decode step of running requests, then prefill.
+"""Executes a scheduled step on the device: the decode step of running requests and prompt chunks.
 
-One decode step, for B requests with K draft tokens each (Q = K + 1 rows per request, T = B * Q):
+`ModelRunner.run_step`, for B decode requests with K draft tokens each:
 
     verify   the target processes the newest token and the draft tokens of each request in one pass
     accept   the sampler samples the target's token of each row and accepts draft tokens while they equal it
     draft    the drafter processes the accepted tokens and K - 1 mask rows: K new draft tokens in one pass
 
-The step reads and writes `SlotState`, so it can be launched before the tokens of the last step are on the host.
+Prompt chunks join the same pass where that is faster: few prompt rows cost little beside the decode requests, and a
+pass of their own reads all weights again. The step reads and writes `SlotState`, so it can be launched before the
+tokens of the last step are on the host.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from peagle.config.sampling import MAX_LOGPROBS
 from peagle.engine.cuda_graphs import DecodeGraphs, StepResult
-from peagle.engine.kv_cache import BLOCK_SIZE, KVCache, decode_attention
+from peagle.engine.kv_cache import BLOCK_SIZE, KVCache, join_attention
 from peagle.engine.prefill import Prefill
-from peagle.engine.proposer import DraftProposer
-from peagle.engine.request import Logprobs, Request, SchedulerOutput
+from peagle.engine.proposer import DraftProposer, join
+from peagle.engine.request import Logprobs, PrefillChunk, Request, SchedulerOutput
 from peagle.engine.sampler import Sampler, read_logprobs
+from peagle.engine.step_parts import DecodePart, StepPart, StepState
 from peagle.kernels.host_transfer import PinnedRing, copy_to_device
 from peagle.kernels.sampling.processors import LogitsProcessors
-from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step import SlotState, SlotUpdates, VerifyInputs, build_verify_inputs, commit_state
+from peagle.kernels.step import SlotState, SlotUpdates
 from peagle.kernels.triton_utils import device_context
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -107,9 +110,8 @@ class ModelRunner:
         self.sampler = Sampler(self.state, self.processors, synthetic_rates)
         self._host_token_ids_SN = self.state.token_ids_SN  # on the host, as of the last step with a grammar
         self._num_mask_steps = 0
-        self.prefill = Prefill(
-            target, self.run_target, self.kv_cache, self.state, self.sampler, self.proposer, max_model_len
-        )
+        self.step_state = StepState(self.kv_cache, self.state, self.sampler, self.proposer, max_model_len)
+        self.prefill = Prefill(self.run_step, self.step_state)
         self.decode_graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -119,48 +121,83 @@ class ModelRunner:
         decoding, chunks = scheduled.decode_requests, scheduled.prefill_chunks
         with device_context(self.device):
             self._update_slots(changed_requests)
-            if chunks:  # before the decode step, which may wait for the host
-                step.new_requests, first_tokens_F, logprobs_F2N = self.prefill.launch(chunks)
-                if step.new_requests:
-                    step.first_tokens_F = self._copy_to_host(first_tokens_F)
-                if any(r.params.logprobs is not None for r in step.new_requests):
-                    step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N)
-            result_memory, logprobs_memory, token_ids_memory = self._reserve_host_memory(scheduled)
+            step.new_requests, _ = self.prefill.find_ended(chunks)
+            if matched := [r for r in step.new_requests if r.matcher is not None]:
+                self.sampler.send_grammar_masks(matched, [[] for _ in matched])
+            memory = self._reserve_host_memory(step)
             if decoding:
-                result_BX, logprobs_T2N = self._launch_decode(step)
-                step.result_BX = self._copy_to_host(result_BX, result_memory)
-                if any(r.params.logprobs is not None for r in decoding):
-                    step.logprobs_T2N = self._copy_to_host(logprobs_T2N, logprobs_memory)
+                self._prepare_decode(step)
+            if decoding and chunks and self._is_merged(scheduled):
+                decode_result, first_tokens = self._launch_mixed(step)
+                self._copy_first_tokens(step, first_tokens, memory)
+                self._copy_decode_result(step, decode_result, memory)
+            else:
+                if chunks:  # before the decode step, which may wait for the host
+                    self._copy_first_tokens(step, self.prefill.launch(chunks), memory)
+                if decoding:
+                    self._copy_decode_result(step, self._launch_decode(step), memory)
             if any(r.matcher is not None for r in (*decoding, *(chunk.request for chunk in chunks))):
-                self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN, token_ids_memory)
+                self._host_token_ids_SN = self._copy_to_host(self.state.token_ids_SN, memory.get("token_ids"))
             if self.device.type == "cuda":
                 step.done = torch.cuda.Event()
                 step.done.record()
         return step
 
-    def _reserve_host_memory(self, scheduled: SchedulerOutput) -> tuple[Tensor | None, ...]:
+    def choose_mixed_k(self, num_requests: int, k: int, chunks: Sequence[PrefillChunk]) -> int:
+        """The number of draft tokens of a step that also computes these chunks: at most k, so that a captured pass can
+        compute both."""
+        graph = self.prefill.find_mixed_graph(num_requests, k, chunks)
+        return graph.k if graph is not None else k
+
+    def _is_merged(self, scheduled: SchedulerOutput) -> bool:
+        """Whether one pass computes decode requests and prompt chunks."""
+        if self.decode_graphs is None:
+            return True
+        k = scheduled.num_draft_tokens
+        graph = self.prefill.find_mixed_graph(len(scheduled.decode_requests), k, scheduled.prefill_chunks)
+        return graph is not None and graph.k == k
+
+    def _launch_mixed(self, step: PendingStep) -> tuple[StepResult, StepResult]:
+        requests, k = step.scheduled.decode_requests, step.scheduled.num_draft_tokens
+        return self.prefill.launch_mixed([r.slot for r in requests], k, step.scheduled.prefill_chunks)
+
+    def _reserve_host_memory(self, step: PendingStep) -> dict[str, Tensor]:
         """Memory for the results of a step that waits for masks: after its launch, an allocation could wait for it."""
-        requests, num_rows = scheduled.decode_requests, scheduled.num_draft_tokens + 1
+        requests, num_rows = step.scheduled.decode_requests, step.scheduled.num_draft_tokens + 1
         if not self.overlaps_grammars or all(r.matcher is None for r in requests):
-            return None, None, None
-        logprobs_shape = len(requests) * num_rows, 2, 1 + MAX_LOGPROBS
-        result = torch.empty(len(requests), num_rows + 2, dtype=torch.int64, pin_memory=True)
-        logprobs = torch.empty(logprobs_shape, dtype=torch.float32, pin_memory=True)
-        token_ids = torch.empty(self.state.token_ids_SN.shape, dtype=torch.int64, pin_memory=True)
-        return result, logprobs, token_ids
+            return {}
+        num_new, empty = len(step.new_requests), partial(torch.empty, pin_memory=True)
+        return {
+            "result": empty(len(requests), num_rows + 2, dtype=torch.int64),
+            "logprobs": empty(len(requests) * num_rows, 2, 1 + MAX_LOGPROBS),
+            "token_ids": empty(self.state.token_ids_SN.shape, dtype=torch.int64),
+            "first_tokens": empty(num_new, dtype=torch.int64),
+            "first_logprobs": empty(num_new, 2, 1 + MAX_LOGPROBS),
+        }
+
+    def _copy_first_tokens(self, step: PendingStep, result: StepResult, memory: dict[str, Tensor]) -> None:
+        first_tokens_F, logprobs_F2N = (x[: len(step.new_requests)] for x in result)
+        if step.new_requests:
+            step.first_tokens_F = self._copy_to_host(first_tokens_F, memory.get("first_tokens"))
+        if any(r.params.logprobs is not None for r in step.new_requests):
+            step.first_logprobs_F2N = self._copy_to_host(logprobs_F2N, memory.get("first_logprobs"))
+
+    def _copy_decode_result(self, step: PendingStep, result: StepResult, memory: dict[str, Tensor]) -> None:
+        requests, num_rows = step.scheduled.decode_requests, step.scheduled.num_draft_tokens + 1
+        result_BX, logprobs_T2N = result  # of a graph, possibly for more requests
+        step.result_BX = self._copy_to_host(result_BX[: len(requests)], memory.get("result"))
+        if any(r.params.logprobs is not None for r in requests):
+            step.logprobs_T2N = self._copy_to_host(logprobs_T2N[: len(requests) * num_rows], memory.get("logprobs"))
 
     def _copy_to_host(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         """A copy that is complete once the step is done; into `memory`, if it is given."""
         return self._pinned.copy_to_host(x, memory) if self.device.type == "cuda" else x.clone()
 
-    def _launch_decode(self, step: PendingStep) -> StepResult:
-        """Launches the decode step as a captured graph if there is one that fits."""
-        scheduled = step.scheduled
-        requests, k = scheduled.decode_requests, scheduled.num_draft_tokens
-        slots = [r.slot for r in requests]
-        if scheduled.limited_requests:
-            self._limit_draft_tokens(scheduled.limited_requests)
-        step.masked_requests = [r for r in requests if r.matcher is not None]
+    def _prepare_decode(self, step: PendingStep) -> None:
+        """Sends what the decode step needs and the slots do not hold: own limits of draft tokens, masks of grammars."""
+        if step.scheduled.limited_requests:
+            self._limit_draft_tokens(step.scheduled.limited_requests)
+        step.masked_requests = [r for r in step.scheduled.decode_requests if r.matcher is not None]
         step.token_ids_SN = self._host_token_ids_SN
         if step.masked_requests and self.overlaps_grammars:
             self._num_mask_steps += 1
@@ -168,12 +205,16 @@ class ModelRunner:
             self.processors.masks.await_step(step.mask_step)
         elif step.masked_requests:
             self._send_grammar_masks(step)
+
+    def _launch_decode(self, step: PendingStep) -> StepResult:
+        """Launches the decode step as a captured graph if there is one that fits."""
+        requests, k = step.scheduled.decode_requests, step.scheduled.num_draft_tokens
+        slots = [r.slot for r in requests]
         if self.decode_graphs is not None:
             graph = self.decode_graphs.find(len(slots), k, max(r.num_tokens + r.max_in_flight_tokens for r in requests))
             if graph is not None:
                 graph.load_slots(slots)
-                result_BX, logprobs_T2N = graph.replay()
-                return result_BX[: len(requests)], logprobs_T2N[: len(requests) * (k + 1)]
+                return graph.replay()
         return self.decode_step(copy_to_device(torch.tensor(slots), self.device), k)
 
     @property
@@ -234,50 +275,37 @@ class ModelRunner:
             self.processors.masks.await_step(0)
             self.prefill.warm_up(max_prefill_tokens, len(self.state.num_computed_tokens_S) - 1)
 
-    # The decode step
+    # The step
+
+    def run_step(self, parts: Sequence[StepPart], k: int, max_seq_len: int | None = None) -> None:
+        """Computes the parts of a step in one pass of the target and one of the drafter, which drafts k tokens per
+        request. This is the work that graphs capture."""
+        num_rows = [len(part.token_ids_T) for part in parts]
+        attend = join_attention([part.attend for part in parts], num_rows)
+        token_ids_T, positions_T = join([p.token_ids_T for p in parts]), join([p.positions_T for p in parts])
+        hidden_TD, aux_hidden_states = self.run_target(token_ids_T, positions_T, attend, self.aux_layer_ids)
+        draft_hidden_TD: Tensor | None = None
+        if self.drafter is not None and aux_hidden_states is not None:
+            draft_hidden_TD = self.drafter.combine_hidden_states(aux_hidden_states)
+
+        own_rows = zip(parts, hidden_TD.split(num_rows), strict=True)
+        sampled = [own_TD if part.logit_rows is None else own_TD[part.logit_rows] for part, own_TD in own_rows]
+        if any(len(rows) for rows in sampled):
+            logits = self.target.compute_logits(join(sampled)).split([len(rows) for rows in sampled])
+            for part, own_logits in zip(parts, logits, strict=True):
+                if len(own_logits):
+                    part.sample(own_logits)
+
+        draft_token_ids = [part.token_ids_T.new_empty(part.num_requests, 0) for part in parts]
+        if self.proposer is not None and draft_hidden_TD is not None:
+            own_hidden = draft_hidden_TD.split(num_rows)
+            batches = [part.build_draft_batch(own_TD) for part, own_TD in zip(parts, own_hidden, strict=True)]
+            draft_token_ids = self.proposer.propose(batches, k, max_seq_len)
+        for part, own_draft_token_ids in zip(parts, draft_token_ids, strict=True):
+            part.commit(own_draft_token_ids)
 
     def decode_step(self, slots_B: Tensor, k: int, max_seq_len: int | None = None) -> StepResult:
-        """Verifies k draft tokens per request and drafts k new ones. This is the work that decode graphs capture.
-
-        Returns [B, Q + 2]: output tokens, the number of accepted tokens and the number of draft tokens; and logprobs.
-        `max_seq_len`: most positions of a request after the step, which selects attention kernels for short sequences.
-        """
-        rows, logits_TV, hidden_TD = self.verify(slots_B, k, max_seq_len)
-        accepted, logprobs_T2N = self.sampler.sample_and_accept(rows, slots_B, logits_TV)
-        return self.draft(slots_B, rows, hidden_TD, accepted, max_seq_len), logprobs_T2N
-
-    def verify(
-        self, slots_B: Tensor, k: int, max_seq_len: int | None = None
-    ) -> tuple[VerifyInputs, Tensor, Tensor | None]:
-        """Runs the target over the newest token and k draft tokens of each request. Returns its inputs, the logits
-        [T, V], and with a drafter the combined aux hidden states [T, D], the drafter's input."""
-        rows = build_verify_inputs(self.state, slots_B, k, self.max_model_len)
-        attend = decode_attention(
-            self.kv_cache, rows.block_tables_BM, rows.num_computed_tokens_B, rows.query_lens_B, k + 1, max_seq_len
-        )
-        hidden_TD, aux_hidden_states = self.run_target(
-            rows.token_ids_BQ.flatten(), rows.positions_T, attend, self.aux_layer_ids
-        )
-        combined_TD: Tensor | None = None
-        if self.drafter is not None and aux_hidden_states is not None:
-            combined_TD = self.drafter.combine_hidden_states(aux_hidden_states)
-        return rows, self.target.compute_logits(hidden_TD), combined_TD
-
-    def draft(
-        self,
-        slots_B: Tensor,
-        rows: VerifyInputs,
-        hidden_TD: Tensor | None,
-        accepted: AcceptedTokens,
-        max_seq_len: int | None = None,
-    ) -> Tensor:
-        """Drafts tokens for the next step and commits the state of the slots. Returns `result_BX`."""
-        num_accepted_B, output_BQ, result_BX = accepted
-        draft_token_ids_BK = output_BQ[:, :0]
-        if self.proposer is not None and hidden_TD is not None:
-            draft_token_ids_BK = self.proposer.propose(rows, hidden_TD, accepted, max_seq_len)
-        commit_state(
-            *(self.state, slots_B, output_BQ, num_accepted_B, draft_token_ids_BK, self.max_model_len),
-            processors=self.processors,
-        )
-        return result_BX
+        """Runs a step without prompt chunks; see `DecodePart`."""
+        part = DecodePart(self.step_state, slots_B, k, max_seq_len)
+        self.run_step([part], k, max_seq_len)
+        return part.result

@@ -1,4 +1,4 @@
-"""Prefill: forward passes over prompt chunks, the first tokens, and the first draft tokens.
+"""Prefill: the part of a step that computes prompt chunks, the first tokens, and the first draft tokens.
 
 The inputs of a pass are packed into a single int64 array, so that one copy sends them to the device. A captured pass
 has a fixed shape that may be larger than the step. Unused rows belong to its last sequence, whose keys and values are
@@ -21,18 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from peagle.engine.cuda_graphs import StepResult, capture_graph
+from peagle.engine.cuda_graphs import DecodeGraph, MixedKind, StepResult, capture_graph
 from peagle.engine.kv_cache import KVCache, PagedAttention
-from peagle.engine.proposer import DraftProposer
+from peagle.engine.proposer import DraftBatch
 from peagle.engine.request import PrefillChunk, Request
-from peagle.engine.sampler import Sampler
+from peagle.engine.step_parts import DecodePart, StepPart, StepState
 from peagle.kernels.attention.paged import prefill_attention
 from peagle.kernels.attention.types import PagedAttentionMetadata
 from peagle.kernels.host_transfer import copy_to_device, pin_for_copy
-from peagle.kernels.step import SlotState, commit_state
-from peagle.models.decoder import Decoder
+from peagle.kernels.step import commit_state
 
 ALIGNMENT = 4  # elements: 16 bytes of int32
+MAX_UNUSED_MIXED_ROWS = 64  # more cost as much time as a pass of its own
 WARM_UP_ROWS = (8, 16, 32, 64, 128, 256, 384, 512, 640, 1024)  # kernels differ between these (gemm/tile_configs.py)
 
 Int64Array = NDArray[np.int64]
@@ -166,6 +166,95 @@ def pack_prefill_inputs(
     return packed
 
 
+class PrefillPart:
+    """Prompt chunks, packed by `pack_prefill_inputs`: their keys and values, and the first token of each prompt that
+    ends, whose slot is then ready to decode."""
+
+    def __init__(self, state: StepState, packed: Tensor, shape: PrefillShape, k: int) -> None:
+        """`k`: draft tokens after each prompt that ends."""
+        self.state, self.shape, self.k, self.num_requests = state, shape, k, shape.num_ends
+        self.inputs: PrefillInputs[Tensor] = PrefillInputs.unpack(packed, shape)
+        self.ints: PrefillInputs[Tensor] = PrefillInputs.unpack(packed.int(), shape)
+        p, i = self.inputs, self.ints
+        self.token_ids_T, self.positions_T = p.token_ids_T, p.positions_T
+        self.logit_rows: Tensor | None = p.last_rows_F
+        self.block_tables_BM = state.slots.block_tables_SM[p.slots_B]
+        self.attend = self._attention(state.kv_cache, i.query_lens_B, i.query_start_loc_B1, shape.max_query_len)
+        self.first_tokens_F = p.known_token_ids_F
+        self.logprobs_F2N = torch.empty(0, device=packed.device)
+
+    def _attention(
+        self, cache: KVCache, query_lens_B: Tensor, query_start_loc_B1: Tensor, max_query_len: int
+    ) -> PagedAttention:
+        metadata = PagedAttentionMetadata(
+            self.block_tables_BM,
+            self.ints.num_computed_tokens_B,
+            query_lens_B,
+            max_query_len,
+            query_start_loc_B1,
+            self.shape.max_context_len,
+        )
+        return PagedAttention(cache, metadata, prefill_attention)
+
+    def sample(self, logits_FV: Tensor) -> None:
+        """Samples the token after each prompt that ends."""
+        p = self.inputs
+        self.first_tokens_F, self.logprobs_F2N = self.state.sampler.sample_first_tokens(
+            logits_FV, p.end_slots_F, p.num_tokens_F
+        )
+
+    @property
+    def newest_tokens_F(self) -> Tensor:
+        """The token after each prompt that ends; a resumed request knows it."""
+        known_F = self.inputs.known_token_ids_F
+        return torch.where(known_F < 0, self.first_tokens_F, known_F).clamp(min=0)
+
+    def build_draft_batch(self, hidden_TD: Tensor) -> DraftBatch:
+        """The same prompt rows, and mask rows after the prompts that end."""
+        proposer, p, i, shape = self.state.proposer, self.inputs, self.ints, self.shape
+        assert proposer is not None and shape.num_mask_rows is not None
+        token_ids_R = p.draft_token_ids_R
+        if shape.num_ends:
+            sampled_R = self.newest_tokens_F[(-1 - token_ids_R).clamp(min=0)]
+            token_ids_R = torch.where(token_ids_R < 0, sampled_R, token_ids_R)
+        if shape.num_mask_rows and shape.num_ends:
+            assert proposer.mask_hidden_D is not None
+            hidden_TD = torch.cat([hidden_TD, proposer.mask_hidden_D[None]])[p.draft_source_rows_R]
+        max_query_len = shape.max_query_len + shape.num_mask_rows
+        sample_rows = p.first_draft_rows_F
+        if proposer.drafter.cfg.parallel:
+            sample_rows = (sample_rows[:, None] + torch.arange(self.k, device=sample_rows.device)).flatten()
+        return DraftBatch(
+            token_ids_R,
+            hidden_TD,
+            p.draft_positions_R,
+            self._attention(proposer.kv_cache, i.draft_query_lens_B, i.draft_query_start_loc_B1, max_query_len),
+            sample_rows,
+            shape.num_ends,
+            p.num_tokens_F,
+            self.state.slots.block_tables_SM[p.end_slots_F],
+        )
+
+    def commit(self, draft_token_ids_FK: Tensor) -> None:
+        if self.shape.num_ends:
+            newest_F, p = self.newest_tokens_F, self.inputs
+            commit_state(
+                self.state.slots,
+                p.end_slots_F,
+                newest_F[:, None],
+                torch.zeros_like(newest_F),
+                draft_token_ids_FK,
+                self.state.max_model_len,
+                p.num_tokens_F,
+                self.state.sampler.processors,
+            )
+
+    @property
+    def result(self) -> StepResult:
+        """The first token [F] of each prompt that ends, and their logprobs."""
+        return self.first_tokens_F, self.logprobs_F2N
+
+
 @dataclass
 class PrefillGraph:
     """A captured prefill pass with its input and output tensors."""
@@ -175,137 +264,122 @@ class PrefillGraph:
     result: StepResult
     graph: torch.cuda.CUDAGraph
 
-    def replay(self, packed: Int64Array) -> StepResult:
-        """The result of `Prefill.forward`, in memory that the next replay overwrites."""
+    def load_inputs(self, packed: Int64Array) -> None:
         self.packed.copy_(pin_for_copy(torch.from_numpy(packed), self.packed.device), non_blocking=True)
+
+    def replay(self) -> StepResult:
+        """The result, in memory that the next replay overwrites."""
         self.graph.replay()
         return self.result
 
 
-class Prefill:
-    def __init__(
-        self,
-        target: Decoder,
-        run_target: Callable[..., tuple[Tensor, Tensor | None]],
-        kv_cache: KVCache,
-        state: SlotState,
-        sampler: Sampler,
-        proposer: DraftProposer | None,
-        max_model_len: int,
-    ) -> None:
-        self.target, self.run_target, self.kv_cache = target, run_target, kv_cache
-        self.state, self.sampler, self.proposer = state, sampler, proposer
-        self.max_model_len, self.device = max_model_len, target.embed_tokens.weight.device
-        self.aux_layer_ids: tuple[int, ...] = proposer.drafter.cfg.aux_layer_ids if proposer is not None else ()
-        self.mask_token_id = proposer.mask_token_id if proposer is not None else None
-        self.num_mask_rows = proposer.num_mask_rows if proposer is not None else None
-        self.graphs: list[PrefillGraph] = []  # by ascending number of rows
+@dataclass
+class MixedGraph:
+    """A captured pass over decode requests and prompt chunks; both hold the same graph."""
 
-    def launch(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Request], Tensor, Tensor]:
-        """Launches the chunks. Returns the requests that get their first token, these tokens and their logprobs."""
+    k: int
+    decode: DecodeGraph
+    prefill: PrefillGraph
+
+
+class Prefill:
+    """Launches the prompt chunks of a step: in a pass of their own, or in one pass with its decode requests."""
+
+    def __init__(self, run_step: Callable[[Sequence[StepPart], int], None], state: StepState) -> None:
+        self.run_step, self.state, self.device = run_step, state, state.slots.token_ids_SN.device
+        proposer = state.proposer
+        self.mask_token_id = proposer.mask_token_id if proposer is not None else None
+        self.max_speculative_tokens = proposer.max_speculative_tokens if proposer is not None else 0
+        self.num_mask_rows = self.count_mask_rows(self.max_speculative_tokens)
+        self.graphs: list[PrefillGraph] = []  # by ascending number of rows
+        # By number of decode requests, then by descending number of draft tokens and ascending number of prompt rows.
+        self.mixed_graphs: dict[int, list[MixedGraph]] = {}
+
+    def count_mask_rows(self, k: int) -> int | None:
+        """Drafter rows after the end of each prompt, to draft k tokens; None without a drafter."""
+        return self.state.proposer.num_mask_rows(k) if self.state.proposer is not None else None
+
+    def find_ended(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Request], list[Request]]:
+        """The requests whose prompt ends: those that get their first token, and those that are resumed."""
         ended = [c.request for c in chunks if c.is_last]
-        new = [r for r in ended if not r.output_token_ids]  # others are resumed and know their next token
-        resumed = [r for r in ended if r.output_token_ids]
-        matched = [r for r in new if r.matcher is not None]
-        if matched:
-            self.sampler.send_grammar_masks(matched, [[] for _ in matched])
+        return [r for r in ended if not r.output_token_ids], [r for r in ended if r.output_token_ids]
+
+    def pack(self, chunks: Sequence[PrefillChunk], shape: PrefillShape) -> Int64Array:
+        new, resumed = self.find_ended(chunks)
+        return pack_prefill_inputs(chunks, new + resumed, shape, self.state.max_model_len, self.mask_token_id)
+
+    def launch(self, chunks: Sequence[PrefillChunk]) -> StepResult:
+        """Launches a pass over the chunks, as a captured graph if there is one that fits. Returns the first tokens of
+        prompts that end, and their logprobs."""
         shape = PrefillShape.from_chunks(chunks, self.num_mask_rows)
         graph = self.find_graph(shape)
-        shape = graph.shape if graph is not None else shape.pad_ends()
-        packed = pack_prefill_inputs(chunks, new + resumed, shape, self.max_model_len, self.mask_token_id)
         if graph is not None:
-            first_tokens_F, logprobs_F2N = graph.replay(packed)
-        else:
-            first_tokens_F, logprobs_F2N = self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
-        return new, first_tokens_F[: len(new)], logprobs_F2N[: len(new)]
+            graph.load_inputs(self.pack(chunks, graph.shape))
+            return graph.replay()
+        shape = shape.pad_ends()
+        return self.forward(copy_to_device(torch.from_numpy(self.pack(chunks, shape)), self.device), shape)
+
+    def launch_mixed(
+        self, slots: list[int], k: int, chunks: Sequence[PrefillChunk]
+    ) -> tuple[StepResult, StepResult]:
+        """Launches one pass over decode requests and chunks. Returns the results of `DecodePart` and `launch`."""
+        graph = self.find_mixed_graph(len(slots), k, chunks)
+        if graph is not None:
+            graph.decode.load_slots(slots)
+            graph.prefill.load_inputs(self.pack(chunks, graph.prefill.shape))
+            return graph.decode.replay(), graph.prefill.result
+        shape = PrefillShape.from_chunks(chunks, self.count_mask_rows(k))
+        inputs = torch.tensor(slots), torch.from_numpy(self.pack(chunks, shape))
+        slots_B, packed = (copy_to_device(x, self.device) for x in inputs)
+        return self.forward_mixed(slots_B, packed, shape, k)
 
     def forward(self, packed: Tensor, shape: PrefillShape) -> StepResult:
-        """The first token [F] of each prompt that ends, whose slots are then ready to decode, and their logprobs."""
-        p: PrefillInputs[Tensor] = PrefillInputs.unpack(packed, shape)
-        i: PrefillInputs[Tensor] = PrefillInputs.unpack(packed.int(), shape)
-        tables_BM, starts_B = self.state.block_tables_SM[p.slots_B], i.num_computed_tokens_B
+        part = PrefillPart(self.state, packed, shape, self.max_speculative_tokens)
+        self.run_step([part], part.k)
+        return part.result
 
-        def attention(cache: KVCache, query_lens_B: Tensor, query_start_loc_B1: Tensor, max_len: int) -> PagedAttention:
-            lengths = query_lens_B, max_len, query_start_loc_B1, shape.max_context_len
-            return PagedAttention(cache, PagedAttentionMetadata(tables_BM, starts_B, *lengths), prefill_attention)
-
-        attend = attention(self.kv_cache, i.query_lens_B, i.query_start_loc_B1, shape.max_query_len)
-        hidden_TD, aux_hidden_states = self.run_target(p.token_ids_T, p.positions_T, attend, self.aux_layer_ids)
-        first_tokens_F = p.known_token_ids_F
-        logprobs_F2N = torch.empty(0, device=self.device)
-        if shape.num_ends:
-            logits_FV = self.target.compute_logits(hidden_TD[p.last_rows_F])
-            first_tokens_F, logprobs_F2N = self.sampler.sample_first_tokens(logits_FV, p.end_slots_F, p.num_tokens_F)
-        newest_F = torch.where(p.known_token_ids_F < 0, first_tokens_F, p.known_token_ids_F).clamp(min=0)
-        draft_token_ids_FK = newest_F[:, None][:, :0]
-        if self.proposer is not None and aux_hidden_states is not None:
-            max_len = shape.max_query_len + (shape.num_mask_rows or 0)
-            attend = attention(self.proposer.kv_cache, i.draft_query_lens_B, i.draft_query_start_loc_B1, max_len)
-            draft_token_ids_FK = self._draft(self.proposer, p, shape, newest_F, aux_hidden_states, attend)
-        if shape.num_ends:
-            none_accepted_F = torch.zeros_like(newest_F)
-            commit_state(
-                self.state,
-                p.end_slots_F,
-                newest_F[:, None],
-                none_accepted_F,
-                draft_token_ids_FK,
-                self.max_model_len,
-                p.num_tokens_F,
-                self.sampler.processors,
-            )
-        return first_tokens_F, logprobs_F2N
-
-    def _draft(
-        self,
-        proposer: DraftProposer,
-        p: PrefillInputs[Tensor],
-        shape: PrefillShape,
-        newest_F: Tensor,
-        aux_hidden_states_TN: Tensor,
-        attend: PagedAttention,
-    ) -> Tensor:
-        """[F, K]: runs the drafter over the same prompt rows, and drafts tokens for the prompts that end.
-        `newest_F` is the token after each of these prompts."""
-        token_ids_R, hidden_RD = p.draft_token_ids_R, proposer.drafter.combine_hidden_states(aux_hidden_states_TN)
-        if shape.num_ends:
-            token_ids_R = torch.where(token_ids_R < 0, newest_F[(-1 - token_ids_R).clamp(min=0)], token_ids_R)
-        if shape.num_mask_rows and shape.num_ends:
-            assert proposer.mask_hidden_D is not None
-            hidden_RD = torch.cat([hidden_RD, proposer.mask_hidden_D[None]])[p.draft_source_rows_R]
-        output_RD, next_hidden_RD = proposer.run_drafter(token_ids_R, hidden_RD, p.draft_positions_R, attend)
-        k = proposer.max_speculative_tokens if shape.num_ends else 0
-        if k == 0:
-            return newest_F[:, None][:, :0]
-        first_rows_F = p.first_draft_rows_F
-        if proposer.drafter.cfg.parallel:
-            sample_rows = (first_rows_F[:, None] + torch.arange(k, device=self.device)).flatten()
-            return proposer.greedy_tokens(output_RD[sample_rows]).view(-1, k)
-        draft_token_ids_F = proposer.greedy_tokens(output_RD[first_rows_F])
-        block_tables_FM = self.state.block_tables_SM[p.end_slots_F]
-        return proposer.propose_autoregressively(
-            draft_token_ids_F, next_hidden_RD[first_rows_F], p.num_tokens_F, block_tables_FM, k
-        )
+    def forward_mixed(
+        self, slots_B: Tensor, packed: Tensor, shape: PrefillShape, k: int
+    ) -> tuple[StepResult, StepResult]:
+        decode, prefill = DecodePart(self.state, slots_B, k), PrefillPart(self.state, packed, shape, k)
+        self.run_step([decode, prefill], k)
+        return decode.result, prefill.result
 
     # Captured passes
 
-    def graph_shape(self, num_rows: int) -> PrefillShape:
+    def graph_shape(self, num_rows: int, num_mask_rows: int | None) -> PrefillShape:
         return PrefillShape(
             num_rows,
             num_sequences=min(num_rows // 16, 128) + 1,
             num_ends=min(max(num_rows // 32, 4), 128),
             max_query_len=min(num_rows, 1024),
             max_context_len=None,
-            num_mask_rows=self.num_mask_rows,
+            num_mask_rows=num_mask_rows,
         )
+
+    def _padding(self, shape: PrefillShape) -> Tensor:
+        """Inputs of a pass without chunks."""
+        packed = pack_prefill_inputs([], [], shape, self.state.max_model_len, None)
+        return copy_to_device(torch.from_numpy(packed), self.device)
 
     def capture(self, sizes: Sequence[int], pool: Any) -> None:
         """Captures a pass for each number of rows, largest first, so that smaller ones reuse its memory."""
         for num_rows in sorted(sizes, reverse=True):
-            shape = self.graph_shape(num_rows)
-            packed = torch.from_numpy(pack_prefill_inputs([], [], shape, self.max_model_len, None)).to(self.device)
+            shape = self.graph_shape(num_rows, self.num_mask_rows)
+            packed = self._padding(shape)
             graph, result = capture_graph(partial(self.forward, packed, shape), pool)
             self.graphs.insert(0, PrefillGraph(shape, packed, result, graph))
+
+    def capture_mixed(self, kinds: Sequence[MixedKind], pool: Any) -> None:
+        """Captures mixed passes, largest first."""
+        for kind in sorted(kinds, reverse=True):
+            shape = self.graph_shape(kind.num_prefill_rows, self.count_mask_rows(kind.k))
+            slots_B, packed = torch.full((kind.num_requests,), -1, device=self.device), self._padding(shape)
+            graph, (decode, prefill) = capture_graph(partial(self.forward_mixed, slots_B, packed, shape, kind.k), pool)
+            mixed = MixedGraph(kind.k, DecodeGraph(slots_B, decode, graph), PrefillGraph(shape, packed, prefill, graph))
+            self.mixed_graphs.setdefault(kind.num_requests, []).append(mixed)
+        for graphs in self.mixed_graphs.values():
+            graphs.sort(key=lambda g: (-g.k, g.prefill.shape.num_rows))
 
     def warm_up(self, max_num_rows: int, max_num_seqs: int) -> None:
         """Runs passes of padding in all sizes, so that none compiles a kernel or allocates memory later."""
@@ -318,17 +392,29 @@ class Prefill:
             if num_rows <= WARM_UP_ROWS[-1]:
                 batch_sizes, context_lens = {1, min(num_rows, max_num_seqs)}, [0, None]
             for num_seqs, max_context_len in product(batch_sizes, context_lens):
-                max_query_len = min(-(-num_rows // num_seqs), self.max_model_len)
+                max_query_len = min(-(-num_rows // num_seqs), self.state.max_model_len)
                 shapes.append((num_rows, num_seqs, num_seqs, max_query_len, max_context_len, self.num_mask_rows))
         if self.num_mask_rows == 0:  # all shapes of `pad_ends`
             exponents = range((min(max_num_seqs, max_num_rows) - 1).bit_length() + 1)
             shapes += [(1 << e, 1 << e, 1 << e, 1, 0, self.num_mask_rows) for e in exponents]
         for shape in (PrefillShape(*numbers).pad_ends() for numbers in shapes):
-            packed = pack_prefill_inputs([], [], shape, self.max_model_len, None)
-            self.forward(copy_to_device(torch.from_numpy(packed), self.device), shape)
+            self.forward(self._padding(shape), shape)
 
     def find_graph(self, shape: PrefillShape) -> PrefillGraph | None:
         """The smallest graph that fits, unless it has more than twice the rows of the smallest with enough rows."""
         larger = [g for g in self.graphs if g.shape.num_rows >= shape.num_rows]
         limit = 2 * larger[0].shape.num_rows if larger else 0
         return next((g for g in larger if g.shape.fits(shape) and g.shape.num_rows <= limit), None)
+
+    def find_mixed_graph(self, num_requests: int, k: int, chunks: Sequence[PrefillChunk]) -> MixedGraph | None:
+        """The smallest graph that fits and drafts k tokens, or fewer but more than half as many per step; None if it
+        has many unused prompt rows, or there is none."""
+        batch_size = min((size for size in self.mixed_graphs if size >= num_requests), default=None)
+        if batch_size is None:
+            return None
+        shape = PrefillShape.from_chunks(chunks, None)
+        for graph in self.mixed_graphs[batch_size]:
+            num_unused_rows = graph.prefill.shape.num_rows - shape.num_rows
+            if (k + 1) / 2 < graph.k + 1 <= k + 1 and graph.prefill.shape.fits(shape):
+                return graph if num_unused_rows <= MAX_UNUSED_MIXED_ROWS else None
+        return None

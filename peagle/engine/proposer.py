@@ -1,21 +1,42 @@
-"""Runs the drafter: K draft tokens for each request after a verification pass. `prefill.py` drafts the first ones.
+"""Runs the drafter: K draft tokens for each request, after a verification pass or at the end of its prompt.
 
-P-EAGLE drafts all K tokens in one pass over the accepted tokens and K - 1 mask rows. EAGLE-3 drafts the first token in
-one pass over the accepted tokens, then one token per pass. `speculative/reference.py` shows the same without a cache.
+P-EAGLE drafts all K tokens in one pass over the new tokens and K - 1 mask rows. EAGLE-3 drafts the first token in one
+pass over the new tokens, then one token per pass. `speculative/reference.py` shows the same without a cache.
 
-Shapes: B requests, Q verified rows per request, T = B * Q, R drafter rows, K draft tokens, D drafter width.
+Shapes: B requests, R drafter rows, K draft tokens, D drafter width.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from peagle.engine.kv_cache import KVCache, decode_attention
+from peagle.engine.kv_cache import KVCache, PagedAttention, decode_attention, join_attention
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.sampling.sample import argmax
-from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step import VerifyInputs, build_draft_inputs
 from peagle.models.drafter import Drafter
 from peagle.models.fused_cpu import FusedCpuDrafter
+
+
+def join(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+@dataclass
+class DraftBatch:
+    """Rows of a drafter pass that draft the next tokens of B requests."""
+
+    token_ids_R: Tensor
+    hidden_states_RD: Tensor
+    positions_R: Tensor
+    attend: PagedAttention
+    sample_rows: Tensor  # rows whose outputs are draft tokens: B * K for P-EAGLE, B for EAGLE-3, none without drafting
+    num_requests: int
+    # For EAGLE-3, which drafts one token per pass:
+    next_positions_B: Tensor | None  # of the row that drafts the second token
+    block_tables_BM: Tensor
 
 
 class DraftProposer:
@@ -44,45 +65,37 @@ class DraftProposer:
         if self.mask_hidden_D is not None:
             self.mask_hidden_D.copy_(self.drafter.mask_hidden_states(1)[0])  # in place: captured graphs read it
 
-    @property
-    def num_mask_rows(self) -> int:
-        """Drafter rows after the end of a prompt."""
-        return max(self.max_speculative_tokens - 1, 0) if self.drafter.cfg.parallel else 0
+    def num_mask_rows(self, k: int) -> int:
+        """Mask rows that draft k tokens after the newest token of a request."""
+        return max(k - 1, 0) if self.drafter.cfg.parallel else 0
 
-    def propose(
-        self, inputs: VerifyInputs, hidden_TD: Tensor, accepted: AcceptedTokens, max_seq_len: int | None
-    ) -> Tensor:
-        """[B, K]: draft tokens for the next step, from the verified rows and their combined aux hidden states."""
-        output_BQ = accepted.output_token_ids_BQ
-        batch_size, k = len(output_BQ), output_BQ.shape[1] - 1
-        starts_B, block_tables_BM = inputs.num_computed_tokens_B, inputs.block_tables_BM
-        if batch_size == 1 and self.device.type == "cpu":  # skip rejected rows: here rows cost and a sync does not
-            num_kept = int(accepted.num_accepted_B) + 1
-            output_BQ, hidden_TD = output_BQ[:, :num_kept], hidden_TD[:num_kept]
-        rows = build_draft_inputs(
-            output_BQ,
-            accepted.num_accepted_B,
-            starts_B,
-            hidden_TD,
-            self.mask_hidden_D,
-            self.mask_token_id,
-            k,
-            self.max_model_len,
+    def propose(self, batches: Sequence[DraftBatch], k: int, max_seq_len: int | None = None) -> list[Tensor]:
+        """[B, k] for each batch: draft tokens for the next step, from one pass over the rows of all batches."""
+        attend = join_attention([b.attend for b in batches], [len(b.token_ids_R) for b in batches])
+        output_RD, next_hidden_RD = self.run_drafter(
+            join([b.token_ids_R for b in batches]),
+            join([b.hidden_states_RD for b in batches]),
+            join([b.positions_R for b in batches]),
+            attend,
         )
-        num_rows = len(rows.token_ids_R) // batch_size
-        attend = decode_attention(self.kv_cache, block_tables_BM, starts_B, rows.query_lens_B, num_rows, max_seq_len)
-        output_RD, next_hidden_RD = self.run_drafter(rows.token_ids_R, rows.hidden_states_RD, rows.positions_R, attend)
-        if k == 0:
-            return output_BQ[:, :0]
-        sample_rows = rows.sample_rows_BK.flatten()
+        first_rows = [0, *accumulate(len(b.token_ids_R) for b in batches[:-1])]
+        own_rows = zip(batches, first_rows, strict=True)
+        sample_rows = join([b.sample_rows + first if first else b.sample_rows for b, first in own_rows])
+        if k == 0 or not len(sample_rows):
+            return [b.token_ids_R.new_empty(b.num_requests, 0) for b in batches]
         draft_token_ids = self.greedy_tokens(gather_rows(output_RD, sample_rows))
-        if self.mask_token_id is not None:
-            return draft_token_ids.view(batch_size, k)
-        positions_B = starts_B + accepted.num_accepted_B + 1
-        next_hidden_BD = gather_rows(next_hidden_RD, sample_rows)
-        return self.propose_autoregressively(
-            draft_token_ids, next_hidden_BD, positions_B, block_tables_BM, k, max_seq_len
-        )
+        if self.drafter.cfg.parallel:
+            draft_token_ids_BK = draft_token_ids.view(-1, k)
+        else:
+            draft_token_ids_BK = self.propose_autoregressively(
+                draft_token_ids,
+                gather_rows(next_hidden_RD, sample_rows),
+                join([b.next_positions_B for b in batches if b.next_positions_B is not None]),
+                join([b.block_tables_BM for b in batches]),
+                k,
+                max_seq_len,
+            )
+        return list(draft_token_ids_BK.split([b.num_requests for b in batches]))
 
     def propose_autoregressively(
         self,

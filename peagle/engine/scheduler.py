@@ -34,6 +34,7 @@ class Scheduler:
         prefill_chunk_tokens: int,
         max_prefill_tokens: int,
         captured_choices: Sequence[int] | None = None,
+        choose_mixed_k: Callable[[int, int, Sequence[PrefillChunk]], int] | None = None,
     ) -> None:
         """
         Args:
@@ -41,9 +42,12 @@ class Scheduler:
             prefill_chunk_tokens: Prefill tokens of a step while requests decode.
             max_prefill_tokens: Prefill tokens of a step while no request decodes.
             captured_choices: Numbers of draft tokens with CUDA graphs. None: any number is as good.
+            choose_mixed_k: Number of draft tokens of a step with prefill chunks, given the number of decode requests,
+                that of `choose_k` and the chunks; never more. None: prefill has passes of its own.
         """
         self.pool, self.max_num_seqs = pool, max_num_seqs
         self.max_speculative_tokens, self.choose_k = max_speculative_tokens, choose_k
+        self.choose_mixed_k = choose_mixed_k
         self.captured_choices = range(max_speculative_tokens + 1) if captured_choices is None else captured_choices
         self.prefill_chunk_tokens, self.max_prefill_tokens = prefill_chunk_tokens, max_prefill_tokens
         self.waiting: deque[Request] = deque()
@@ -109,6 +113,8 @@ class Scheduler:
         chunks = self._schedule_prefill(len(decoding))
         if not decoding and not chunks:
             return None
+        if decoding and chunks and self.choose_mixed_k is not None:
+            k = self.choose_mixed_k(len(decoding), k, chunks)
         limited = [r for r in decoding if r.params.max_speculative_tokens is not None] if self._num_limited else []
         return SchedulerOutput(decoding, k, chunks, limited)
 
@@ -209,8 +215,10 @@ class Scheduler:
                 break
 
     def _is_worth_admitting(self, num_decoding: int) -> bool:
-        """Delays a prefill briefly so that several prompts share one pass."""
-        if num_decoding < MANY_DECODE_REQUESTS or self._steps_since_prefill >= MAX_PREFILL_DELAY:
+        """Delays a prefill briefly so that several prompts share one pass, unless it shares that of decode requests."""
+        if self.choose_mixed_k is not None or num_decoding < MANY_DECODE_REQUESTS:
+            return True
+        if self._steps_since_prefill >= MAX_PREFILL_DELAY:
             return True
         return len(self._free_slots) * MAX_SEQS_PER_FREE_SLOT >= self.max_num_seqs
 

@@ -14,12 +14,15 @@ from peagle.engine.cuda_graphs import (
     PREFILL_ROWS,
     DecodeGraph,
     DecodeGraphs,
+    MixedKind,
     decode_batch_sizes,
     find_short_seq_lens,
+    mixed_graph_kinds,
     prefill_graph_sizes,
 )
 from peagle.engine.loader import check_capturable
 from peagle.errors import UserError
+from peagle.kernels.gemm.tile_configs import MAX_TILED_ROWS
 from peagle.models.decoder import Decoder
 
 
@@ -37,6 +40,20 @@ def test_large_targets_capture_short_prefills_only() -> None:
     assert max(prefill_graph_sizes(8_000_000_000, 16384)) == 512
     assert prefill_graph_sizes(135_000_000, 16384) == list(PREFILL_ROWS)
     assert prefill_graph_sizes(135_000_000, 100) == [64]
+
+
+def test_mixed_passes_are_captured_where_they_are_faster() -> None:
+    auto, large = (0, 1, 2, 3, 5, 7, 9, 12), 8_000_000_000
+    kinds = mixed_graph_kinds(large, 256, auto, 16384)
+    by_size = {n: {kind.k for kind in kinds if kind.num_requests == n} for n in (16, 32, 48, 64, 128, 256)}
+    assert by_size == {16: {3, 7}, 32: {3, 7}, 48: {1, 3}, 64: {1, 3}, 128: {0, 1}, 256: {0, 1}}
+    assert {kind.num_prefill_rows for kind in kinds} == {64, 128, 256}
+    small = mixed_graph_kinds(135_000_000, 256, auto, 16384)
+    assert max(kind.num_requests * (kind.k + 1) + kind.num_prefill_rows for kind in small) <= MAX_TILED_ROWS
+    assert MixedKind(64, 7, 64) in small
+    assert {kind.k for kind in mixed_graph_kinds(large, 64, (7,), 100)} == {7}
+    assert mixed_graph_kinds(large, 8, auto, 16384) == []
+    assert {kind.num_requests for kind in mixed_graph_kinds(large, 40, auto, 16384)} == {16, 32, 40}
 
 
 @pytest.mark.parametrize(

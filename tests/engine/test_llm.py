@@ -10,7 +10,7 @@ import random
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -48,13 +48,11 @@ from peagle.engine.kv_cache import count_blocks, resolve_kv_cache_dtype
 from peagle.engine.llm import LLM
 from peagle.engine.loader import resolve_choices
 from peagle.engine.model_runner import PendingStep
-from peagle.engine.prefill import PrefillInputs
+from peagle.engine.proposer import DraftBatch
 from peagle.engine.quantization import check_quantization
 from peagle.engine.request import Request
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
-from peagle.kernels.sampling.verify import AcceptedTokens
-from peagle.kernels.step import VerifyInputs
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
@@ -214,21 +212,20 @@ def rig_drafter(llm: LLM, is_right: Callable[[int], bool]) -> None:
         ahead = [*output, *[0] * MAX_MODEL_LEN][position - len(request.prompt_token_ids) :][:k]
         return [t if is_right(position + i) else (t + 1) % pairs.VOCAB for i, t in enumerate(ahead)]
 
-    def after_verify(inputs: VerifyInputs, hidden: Tensor, accepted: AcceptedTokens, max_seq_len: int | None) -> Tensor:
-        k, made = accepted.output_token_ids_BQ.shape[1] - 1, []
-        starts = inputs.num_computed_tokens_B + accepted.num_accepted_B + 2
-        for table, start in zip(inputs.block_tables_BM.tolist(), starts.tolist(), strict=True):
-            owners = [r for r in llm.scheduler.running if r.block_ids == table[: len(r.block_ids)]]
-            made.append(draft(max(owners, key=lambda r: len(r.block_ids)), start, k))
-        return torch.tensor(made, dtype=torch.long).view(len(starts), k)
-
-    def after_prefill(proposer: object, p: PrefillInputs[Tensor], *_: Any) -> Tensor:
-        by_slot, k = {r.slot: r for r in llm.scheduler.running}, llm.scheduler.max_speculative_tokens
-        ends = zip(p.end_slots_F.tolist(), p.num_tokens_F.tolist(), strict=True)
-        return torch.tensor([draft(by_slot[s], end + 1, k) for s, end in ends], dtype=torch.long).view(-1, k)
+    def propose(batches: Sequence[DraftBatch], k: int, max_seq_len: int | None = None) -> list[Tensor]:
+        proposed = []
+        for batch in batches:
+            made = []
+            newest_rows = batch.sample_rows.view(batch.num_requests, k)[:, :1].flatten()
+            starts = batch.positions_R[newest_rows] + 2  # the row at p drafts the token at p + 2
+            for table, start in zip(batch.block_tables_BM.tolist(), starts.tolist(), strict=False):
+                owners = [r for r in llm.scheduler.running if r.block_ids == table[: len(r.block_ids)]]
+                made.append(draft(max(owners, key=lambda r: len(r.block_ids)), start, k))
+            proposed.append(torch.tensor(made, dtype=torch.long).view(batch.num_requests, k))
+        return proposed
 
     runner: Any = llm.model_runner
-    runner.proposer.propose, runner.prefill._draft = after_verify, after_prefill
+    runner.proposer.propose = propose
 
 
 @pytest.mark.parametrize("kind", ["always", "never", "sometimes"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import engines
 import pairs
@@ -17,7 +19,7 @@ from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig,
 from peagle.engine.cuda_graphs import DecodeGraph, DecodeGraphs
 from peagle.engine.grammar import from_json_schema, from_regex
 from peagle.engine.llm import LLM
-from peagle.engine.request import RequestState
+from peagle.engine.request import PrefillChunk, RequestState
 from peagle.kernels.triton_utils import watch_compilations
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -55,6 +57,31 @@ def test_greedy_tokens_and_counts_equal_the_reference(name: str | None, graphs: 
     check_scheduler(llm.scheduler)
     captured = [graph.shape.num_rows for graph in llm.model_runner.prefill.graphs]
     assert bool(captured) == graphs and captured == sorted(captured)
+
+
+@pytest.mark.parametrize("name", [None, "p-eagle-1", "p-eagle-4-reduced", "eagle3-1"])
+def test_prompts_share_captured_passes_with_decode_requests(name: str | None) -> None:
+    target, drafter = pairs.load_pair(name or "p-eagle-1")
+    llm = engine(name, 3, max_num_seqs=16, prefill_chunk_tokens=20)
+    runner, merged = llm.model_runner, list[int]()
+    launch_mixed = runner.prefill.launch_mixed
+
+    def record(slots: list[int], k: int, chunks: Sequence[PrefillChunk]) -> Any:
+        assert runner.prefill.find_mixed_graph(len(slots), k, chunks) is not None
+        merged.append(len(slots))
+        return launch_mixed(slots, k, chunks)
+
+    runner.prefill.launch_mixed = record  # type: ignore[method-assign]
+    prompts = pairs.prompts(30)
+    params = [SamplingParams(max_tokens=TOKENS - i, ignore_eos=True) for i in range(len(prompts))]
+    params[5:25:5] = [SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=1, repetition_penalty=1.3)] * 4
+    for prompt, own, output in zip(prompts, params, llm.generate(prompts, params), strict=True):
+        want = reference.generate(target, prompt, own, frozenset(), drafter if name else None, 3)
+        assert output.outputs[0].token_ids == want.token_ids
+        if name is not None:
+            assert output.outputs[0].num_accepted_tokens_per_pos == want.num_accepted_tokens_per_pos
+    assert len(merged) > 20 and max(merged) > 10
+    check_scheduler(llm.scheduler)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -122,6 +122,26 @@ def test_smallest_fitting_graph_is_found() -> None:
     assert found(900, 33, 33, 30) is None and found(900, 32, 32, 30) == 1024
 
 
+def test_mixed_graph_with_most_draft_tokens_is_found() -> None:
+    llm = LLM(pairs.target_folder(), pairs.drafter_folder("p-eagle-1"), "auto", tokenizer=False, max_num_seqs=3)
+    engines.emulate_prefill_graphs(llm, [64, 128])
+    find = llm.model_runner.prefill.find_mixed_graph
+    short, long = (PrefillChunk(make_request(0, n, 0), 0, n) for n in (20, 90))
+
+    def found(num_requests: int, k: int, *chunks: PrefillChunk) -> tuple[int, int] | None:
+        graph = find(num_requests, k, chunks)
+        return (graph.k, graph.prefill.shape.num_rows) if graph is not None else None
+
+    captured = llm.model_runner.prefill.mixed_graphs[3]
+    llm.model_runner.prefill.mixed_graphs[3] = [g for g in captured if g.k in (1, 3)]
+    assert [found(2, k, short) for k in (1, 2, 3, 5)] == [(1, 64), (1, 64), (3, 64), (3, 64)]
+    assert found(3, 3, long) == (3, 128) and found(3, 3, long, long) is None
+    assert found(4, 3, short) is None, "too many requests"
+    assert found(3, 7, short) is None and found(3, 0, short) is None, "half as many draft tokens, or more"
+    chunks = [PrefillChunk(make_request(i, 10, 0), 0, 10) for i in range(6)]
+    assert found(3, 3, *chunks) is None, "only the pass of 128 rows holds six sequences, and has 68 unused rows"
+
+
 @pytest.mark.parametrize("name", ["p-eagle-1", "eagle3-1"])
 def test_unused_ends_do_not_change_draft_tokens(name: str) -> None:
     """The graphs hold four ends; one to three prompts are prefilled at a time."""

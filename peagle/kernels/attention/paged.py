@@ -193,7 +193,7 @@ def paged_attention_torch(inputs: PagedAttentionInputs) -> Tensor:
 
     Takes any row counts: the reference of `paged_attention` and of `prefill_attention`.
     """
-    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, _, rope = inputs
+    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, _, rope, _ = inputs
     if rope is not None:
         q_THd, k_TGd = rope.apply(q_THd, k_TGd)
     plan = get_query_plan(metadata, cache_k.shape[1], window)

@@ -480,7 +480,7 @@ def get_window_args(window: Window) -> tuple[int, int]:
 
 def paged_attention_triton(inputs: PagedAttentionInputs, launch: PagedLaunchConfig | None = None) -> Tensor:
     """As `paged_attention`; `launch` overrides the chosen launch parameters."""
-    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, rope = inputs
+    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, rope, out_THd = inputs
     window_kind, window_size = get_window_args(window)
     pdl = supports_pdl(q_THd.device)
     total_rows, heads, width = q_THd.shape
@@ -501,7 +501,8 @@ def paged_attention_triton(inputs: PagedAttentionInputs, launch: PagedLaunchConf
         angle_stride = cos.stride(0)
         if rope.q_norm is not None and rope.k_norm is not None:
             q_norm, k_norm = rope.q_norm, rope.k_norm
-    out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
+    out = out_THd if out_THd is not None else q_THd.new_empty(q_THd.shape)
+    assert out.is_contiguous()
     # With one split these are never read, but the compilation needs their types.
     num_partials = batch * launch.splits * rows * heads if launch.splits > 1 else 1
     partial_out = torch.empty((num_partials, width), dtype=torch.float32, device=out.device)

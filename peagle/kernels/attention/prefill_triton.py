@@ -252,7 +252,7 @@ def choose_prefill_launch(metadata: PagedAttentionMetadata, width: int, exact: b
 
 def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaunch | None = None) -> Tensor:
     """As `prefill_attention`; `launch` overrides the chosen launch parameters."""
-    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, _ = inputs
+    q_THd, k_TGd, v_TGd, cache_k, cache_v, metadata, window, sinks_H, _, out_THd = inputs
     window_kind, window_size = get_window_args(window)
     pdl = supports_pdl(q_THd.device)
     total_rows, heads, width = q_THd.shape
@@ -261,7 +261,8 @@ def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaun
     if launch is None:
         launch = choose_prefill_launch(metadata, width, exact)
     write_kv_triton(inputs)
-    out = torch.empty((total_rows, heads, width), dtype=q_THd.dtype, device=q_THd.device)
+    out = out_THd if out_THd is not None else q_THd.new_empty(q_THd.shape)
+    assert out.is_contiguous()
     _prefill_kernel[(_count_programs(total_rows, metadata, launch.rows), heads)](
         *(q_THd, k_TGd, v_TGd, q_THd if sinks_H is None else sinks_H, cache_k, cache_v, out),
         *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),

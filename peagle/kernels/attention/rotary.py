@@ -26,3 +26,10 @@ def split_qkv_rope(qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope) 
         return split_qkv_rope_triton(qkv_TX, heads, kv_heads, rope, supports_pdl(qkv_TX.device))
     q, k, v = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 1)
     return *rope.apply(q, k), v
+
+
+def rotate_in_place(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope) -> None:
+    """Norms and rotates q and k, which are views of the fused QKV projection on a GPU."""
+    from peagle.kernels.attention.rotary_triton import rotate_triton
+
+    rotate_triton(q_THd, k_TGd, rope, supports_pdl(q_THd.device))

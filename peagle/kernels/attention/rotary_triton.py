@@ -75,15 +75,22 @@ def split_qkv_rope_triton(
     qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `split_qkv_rope`, in place; returns views of `qkv_TX`."""
-    qkv = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1))
-    width, cos = qkv.shape[-1], rope.cos
-    assert qkv.stride(2) == 1 and qkv.stride(1) == width
+    q, k, v = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 1)
+    rotate_triton(q, k, rope, pdl)
+    return q, k, v
+
+
+def rotate_triton(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope, pdl: bool = False) -> None:
+    """Norms and rotates q and k in place; k must follow q in each row, as in the fused QKV projection."""
+    (rows, heads, width), kv_heads, cos = q_THd.shape, k_TGd.shape[1], rope.cos
+    assert q_THd.stride() == k_TGd.stride() and q_THd.stride()[1:] == (width, 1)
+    assert k_TGd.data_ptr() - q_THd.data_ptr() == heads * width * q_THd.itemsize
     assert cos.stride() == rope.sin.stride() and cos.stride(-1) == 1
     block = min(16, triton.next_power_of_2(heads + kv_heads))
-    if len(qkv):
-        _rope_kernel[(len(qkv), triton.cdiv(heads + kv_heads, block))](
-            *(qkv, cos, rope.sin, rope.q_norm if rope.has_norm else qkv, rope.k_norm if rope.has_norm else qkv),
-            *(qkv.stride(0), cos.stride(0), rope.eps),
+    if rows:
+        _rope_kernel[(rows, triton.cdiv(heads + kv_heads, block))](
+            *(q_THd, cos, rope.sin, rope.q_norm if rope.has_norm else q_THd, rope.k_norm if rope.has_norm else q_THd),
+            *(q_THd.stride(0), cos.stride(0), rope.eps),
             H=heads,
             G=kv_heads,
             D=width,
@@ -94,4 +101,3 @@ def split_qkv_rope_triton(
             num_warps=4 if width >= 128 else 2,
             enable_fp_fusion=False,
         )
-    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

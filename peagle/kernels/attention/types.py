@@ -4,7 +4,9 @@ Shapes: B sequences, T rows of all sequences, H query heads, G key/value heads, 
 block table; R rows and S keys of ranged attention.
 """
 
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,9 @@ class QKNormRope:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+
+    def select_rows(self, rows: slice) -> QKNormRope:
+        return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
     @property
     def has_norm(self) -> bool:
@@ -88,6 +93,7 @@ class PagedAttentionInputs(NamedTuple):
     window: Window = None  # limits the positions that a row sees
     sinks_H: Tensor | None = None  # one extra logit per head in the softmax, without a value
     rope: QKNormRope | None = None  # q and k are not yet normed and rotated; the attention kernel does both
+    out_THd: Tensor | None = None  # where the Triton kernels write the result; None: a new tensor
 
 
 def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
