@@ -9,7 +9,7 @@ slot -1, the padding slot.
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,13 +30,15 @@ PREFILL_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 
 LARGE_MODEL_PARAMETERS = 2e9  # larger models keep the GPU busy longer than the host, except for short prompts
 MAX_LARGE_MODEL_PREFILL_ROWS = 512
 
-# Mixed passes: numbers of decode requests and of prompt rows. A pass of its own for more prompt rows costs as little.
+# Mixed passes: numbers of decode requests and of prompt rows. More prompt rows are as fast in a pass of their own.
 MIXED_BATCH_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
 MIXED_PREFILL_ROWS = (64, 128, 256)
+LARGE_BATCH_SIZE, LARGE_BATCH_PREFILL_ROWS = 128, 512  # large batches of large models have more prompts to compute
 MAX_MIXED_K = 7
 # From this many decode rows of a large model more of them cost more time. Passes of a small model have so few rows that
 # a row's bits do not depend on them (gemm/tile_configs.py).
 MAX_LARGE_MODEL_MIXED_DECODE_ROWS = 256
+SLOW_ROWS = range(385, 512)  # cuBLAS takes longer for these numbers of rows of a large model than for 512 (H200)
 
 # Largest batches with graphs for short sequences: all lengths, or all but the shortest.
 SHORTEST_SEQ_MAX_BATCH, SHORT_SEQ_MAX_BATCH = 2, 8
@@ -76,27 +78,40 @@ def mixed_graph_kinds(
 ) -> list[MixedKind]:
     """The mixed passes to capture: for each number of requests those with the largest k that is worth it, and with half
     of it."""
-    is_large = num_parameters > LARGE_MODEL_PARAMETERS
-
-    def is_worth_capturing(kind: MixedKind) -> bool:
-        num_decode_rows = kind.num_requests * (kind.k + 1)
-        if is_large:
-            return kind.k <= 1 or num_decode_rows <= MAX_LARGE_MODEL_MIXED_DECODE_ROWS
-        return num_decode_rows + kind.num_prefill_rows <= MAX_TILED_ROWS
-
-    kinds = []
+    is_large, kinds = num_parameters > LARGE_MODEL_PARAMETERS, []
     for num_requests in sorted({min(size, max_num_seqs) for size in MIXED_BATCH_SIZES}):
         if num_requests < MIXED_BATCH_SIZES[0]:
             continue
-        sizes = [rows for rows in MIXED_PREFILL_ROWS if rows <= max_prefill_tokens]
-        candidates = [MixedKind(num_requests, k, rows) for k in choices if k <= MAX_MIXED_K for rows in sizes]
-        worthwhile = [kind for kind in candidates if is_worth_capturing(kind)]
+        sizes = list(MIXED_PREFILL_ROWS)
+        if is_large and num_requests >= LARGE_BATCH_SIZE:
+            sizes.append(LARGE_BATCH_PREFILL_ROWS)
+        candidates = [
+            _round_prefill_rows(MixedKind(num_requests, k, rows), is_large)
+            for k in choices
+            for rows in sizes
+            if k <= MAX_MIXED_K and rows <= max_prefill_tokens
+        ]
+        worthwhile = [kind for kind in candidates if _is_mixed_kind_worthwhile(kind, is_large)]
         if is_large and not worthwhile:  # the only choice of k has many rows
             worthwhile = candidates
         largest = max((kind.k for kind in worthwhile), default=0)
         half = max((kind.k for kind in worthwhile if kind.k <= largest // 2), default=largest)
-        kinds += [kind for kind in worthwhile if kind.k in (half, largest)]
+        kinds += sorted({kind for kind in worthwhile if kind.k in (half, largest)})
     return kinds
+
+
+def _round_prefill_rows(kind: MixedKind, is_large: bool) -> MixedKind:
+    num_decode_rows = kind.num_requests * (kind.k + 1)
+    if is_large and num_decode_rows + kind.num_prefill_rows in SLOW_ROWS:
+        return replace(kind, num_prefill_rows=SLOW_ROWS.stop - num_decode_rows)
+    return kind
+
+
+def _is_mixed_kind_worthwhile(kind: MixedKind, is_large: bool) -> bool:
+    num_decode_rows = kind.num_requests * (kind.k + 1)
+    if is_large:
+        return kind.k <= 1 or num_decode_rows <= MAX_LARGE_MODEL_MIXED_DECODE_ROWS
+    return num_decode_rows + kind.num_prefill_rows <= MAX_TILED_ROWS
 
 
 def find_short_seq_lens(target: Decoder, drafter: Drafter | None, max_model_len: int) -> tuple[int, ...]:

@@ -351,7 +351,7 @@ class Prefill:
         return PrefillShape(
             num_rows,
             num_sequences=min(num_rows // 16, 128) + 1,
-            num_ends=min(max(num_rows // 32, 4), 128),
+            num_ends=min(max(num_rows // 16, 4), 128),
             max_query_len=min(num_rows, 1024),
             max_context_len=None,
             num_mask_rows=num_mask_rows,

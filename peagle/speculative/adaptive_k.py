@@ -27,7 +27,7 @@ PRIOR_WEIGHT = 16.0  # weight of the prior, in steps
 ESTIMATE_WINDOW = 2048.0  # steps after which an acceptance estimate halves its past
 RECONSIDER_EVERY = 16  # steps between two evaluations of the best k
 EXPLORE_EVERY = 64  # steps between two explorations: deep positions are observed only by drafting deep
-EXPLORE_SHARE = 0.02  # largest share of the time that exploration may cost
+EXPLORE_SHARE = 0.02  # largest share of the time that exploration may cost one request; more requests teach more
 USUAL_RATIO_WEIGHT = 4.0  # weight of the mean correction of a batch size, in steps
 TIMING_WINDOW = 32.0  # steps that the running mean of a correction covers
 EXPLORE_BONUS = 0.8  # optimism about the speed of rarely timed choices
@@ -171,7 +171,8 @@ class AdaptiveK:
         lost_steps = 0.0  # cost of this exploration, in steps with the best k
         if seconds := self._seconds(batch_size, best):
             lost_steps = self._seconds(batch_size, k) / seconds - self._num_tokens(k) / self._num_tokens(best)
-        self._explore_at = self._num_steps + max(EXPLORE_EVERY, round(lost_steps / EXPLORE_SHARE))
+        largest_share = EXPLORE_SHARE / batch_size**0.5
+        self._explore_at = self._num_steps + max(EXPLORE_EVERY, round(lost_steps / largest_share))
         return k
 
     def best_k(self, batch_size: int) -> int:

@@ -47,7 +47,9 @@ def test_mixed_passes_are_captured_where_they_are_faster() -> None:
     kinds = mixed_graph_kinds(large, 256, auto, 16384)
     by_size = {n: {kind.k for kind in kinds if kind.num_requests == n} for n in (16, 32, 48, 64, 128, 256)}
     assert by_size == {16: {3, 7}, 32: {3, 7}, 48: {1, 3}, 64: {1, 3}, 128: {0, 1}, 256: {0, 1}}
-    assert {kind.num_prefill_rows for kind in kinds} == {64, 128, 256}
+    assert {kind.num_prefill_rows for kind in kinds if kind.num_requests == 64} == {64, 128, 256}
+    assert {kind.num_prefill_rows for kind in kinds if kind.num_requests == 256} == {64, 128, 256, 512}
+    assert not any(384 < kind.num_requests * (kind.k + 1) + kind.num_prefill_rows < 512 for kind in kinds)
     small = mixed_graph_kinds(135_000_000, 256, auto, 16384)
     assert max(kind.num_requests * (kind.k + 1) + kind.num_prefill_rows for kind in small) <= MAX_TILED_ROWS
     assert MixedKind(64, 7, 64) in small

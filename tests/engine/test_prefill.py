@@ -118,8 +118,8 @@ def test_smallest_fitting_graph_is_found() -> None:
 
     assert [found(rows, 1, 1, rows) for rows in (1, 64, 65, 128, 129, 1024)] == [64, 64, 128, 128, 1024, 1024]
     assert found(1025, 1, 1, 1025) is None and found(1025, 2, 1, 1024) == 8192 and found(8193, 9, 1, 1000) is None
-    assert found(60, 5, 1, 20) == 128 and found(60, 5, 5, 20) is None  # 64 and 128 rows hold 4 ends
-    assert found(900, 33, 33, 30) is None and found(900, 32, 32, 30) == 1024
+    assert found(60, 5, 5, 20) == 128 and found(60, 5, 9, 20) is None  # 64 rows hold 4 sequences, 128 rows 8 ends
+    assert found(900, 65, 65, 30) is None and found(900, 64, 64, 30) == 1024
 
 
 def test_mixed_graph_with_most_draft_tokens_is_found() -> None:
