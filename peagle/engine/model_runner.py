@@ -222,6 +222,7 @@ class ModelRunner:
         """Whether the masks of grammars are computed while the target runs."""
         return self.sampler.awaits_masks
 
+    @torch.inference_mode()
     def send_awaited_masks(self, step: PendingStep) -> None:
         """Sends the masks that a launched step waits for. The tokens of all earlier steps must be committed."""
         if step.mask_step:

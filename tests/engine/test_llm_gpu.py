@@ -62,7 +62,7 @@ def test_greedy_tokens_and_counts_equal_the_reference(name: str | None, graphs: 
 @pytest.mark.parametrize("name", [None, "p-eagle-1", "p-eagle-4-reduced", "eagle3-1"])
 def test_prompts_share_captured_passes_with_decode_requests(name: str | None) -> None:
     target, drafter = pairs.load_pair(name or "p-eagle-1")
-    llm = engine(name, 3, max_num_seqs=16, prefill_chunk_tokens=20)
+    llm = engine(name, 3, max_num_seqs=16, prefill_chunk_tokens=20, max_prefill_tokens=64)
     runner, merged = llm.model_runner, list[int]()
     launch_mixed = runner.prefill.launch_mixed
 
