@@ -25,6 +25,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -243,7 +244,7 @@ class GrammarCompiler:
         first = None if compiled.is_error() else self.compute_bitmask(compiled)
         if first is None or compiled.is_error():
             raise UserError(f"grammar: not supported: {to_one_line(compiled.get_error(), NO_FIRST_TOKEN)}")
-        if not self.allows_text(first[None])[0]:
+        if not self.keep_text(first[None])[0]:
             raise UserError(f"grammar: not supported: {NO_FIRST_TOKEN}")
         return compiled
 
@@ -256,16 +257,17 @@ class GrammarCompiler:
         """Allowed next tokens in the library's format: uint8 [W]."""
         return torch.frombuffer(bytearray(state.compute_bitmask().ljust(self.mask_bytes, b"\0")), dtype=torch.uint8)
 
-    def allows_text(self, bits_RW: Tensor) -> Tensor:
-        """Whether each row allows a token of the target that is neither EOS nor END_TOKEN: bool [R]."""
-        text = bits_RW.clone()
+    def keep_text(self, bits_RW: Tensor) -> Tensor:
+        """Removes EOS, END_TOKEN and tokens that the target lacks from masks in the library's format, in place. Returns
+        whether each row allows any other token: bool [R]."""
         for token in (self.end_token_id, *self.eos.tolist()):
-            if token // 8 < text.shape[1]:
-                text[:, token // 8] &= ~(1 << token % 8) & 0xFF
-        text = text[:, : -(-self.vocab_size // 8)]
-        if self.vocab_size % 8 and text.shape[1] * 8 > self.vocab_size:
-            text[:, -1] &= (1 << self.vocab_size % 8) - 1
-        return (text != 0).any(1)
+            if token // 8 < bits_RW.shape[1]:
+                bits_RW[:, token // 8] &= ~(1 << token % 8) & 0xFF
+        if bits_RW.shape[1] * 8 > self.vocab_size:
+            bits_RW[:, -(-self.vocab_size // 8) :] = 0
+            if self.vocab_size % 8:
+                bits_RW[:, self.vocab_size // 8] &= (1 << self.vocab_size % 8) - 1
+        return torch.from_numpy(bits_RW.numpy().view(np.uint32).any(1))
 
 
 class GrammarMatcher:
@@ -297,7 +299,7 @@ class GrammarMatcher:
             return False
         if self.state.is_stopped():
             return True
-        return not self.compiler.allows_text(self.compiler.compute_bitmask(self.state)[None])[0]
+        return not self.compiler.keep_text(self.compiler.compute_bitmask(self.state)[None])[0]
 
     def recompile(self) -> None:
         """Compiles anew: matchers copied from one compilation share its memory limits."""
@@ -331,17 +333,15 @@ def compute_bitmasks(states: MatcherStates) -> Tensor:
             matcher.recompile()
         bits[failed] = _compute_library_bitmasks(compiler, retried, num_rows)
     flat = bits.flatten(0, 1)
-    unconstrained = (flat == 0xFF).all(1) | ~compiler.allows_text(flat)
+    is_unconstrained = (flat.numpy().view(np.uint32) == 0xFFFFFFFF).all(1)
     heeds_eos = torch.tensor([not matcher.ignore_eos for matcher, _ in states]).repeat_interleave(num_rows)
-    end = compiler.end_token_id
-    may_end = (flat[:, end // 8] >> end % 8) & heeds_eos
+    may_end = (flat[:, compiler.end_token_id // 8] >> compiler.end_token_id % 8) & heeds_eos
+    allows_text = compiler.keep_text(flat)
     width = -(-compiler.vocab_size // 8)
-    flat = torch.nn.functional.pad(flat, (0, max(width - flat.shape[1], 0)))[:, :width].contiguous()
-    for token, bit in [(end, torch.zeros_like(may_end)), *((t, may_end) for t in compiler.eos.tolist())]:
-        if token < compiler.vocab_size:
-            byte = flat[:, token // 8]
-            byte.copy_(byte & (~(1 << token % 8) & 0xFF) | bit << token % 8)
-    flat[unconstrained] = 0xFF
+    flat = torch.nn.functional.pad(flat, (0, width - flat.shape[1])).contiguous()  # cuts tokens that the target lacks
+    for token in compiler.eos.tolist():
+        flat[:, token // 8] |= may_end << token % 8
+    flat.numpy()[is_unconstrained | ~allows_text.numpy()] = 0xFF  # torch takes milliseconds for it
     return flat.view(len(states), num_rows, width)
 
 
