@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -383,6 +384,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     args.smollm2 = args.smollm2.resolve()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive the fork of the client
     if args.vllm_path is not None:
         sys.path.insert(0, str(args.vllm_path.resolve()))
     comparison = Comparison(args)
