@@ -286,7 +286,7 @@ class Comparison:
                 "late_compilations": int(counted["late_compilations"]),
             }
             if measured["completed"] < len(prompts):
-                row["error"] = "failed requests: " + next(filter(None, measured["errors"]), "")[-500:]
+                row["error"] = f"{len(prompts) - measured['completed']} requests failed: {server.log_tail()[-500:]}"
         self.add_row(row)
 
     @staticmethod
@@ -392,6 +392,7 @@ def main() -> None:
     try:
         comparison.run()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # servers must be stopped
         comparison.stamp()
         comparison.save()
         comparison.servers.close(args.out.parent if args.out else None)
