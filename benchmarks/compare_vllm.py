@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from random_weights import random_weights
+from random_weights import random_llm
 from shapes import SHAPES, spread_weights, write_checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,27 +68,17 @@ def configurations(ks: list[int], eagle3_ks: list[int], engines: list[str]) -> l
 
 
 def open_peagle(job: Json) -> Generate:
-    import torch
+    from peagle import SamplingParams
 
-    from peagle import LLM, SamplingParams
-    from peagle.checkpoints.drafter import read_drafter_config
-    from peagle.checkpoints.target import Target, read_target_config
-    from peagle.models.decoder import Decoder
-    from peagle.models.drafter import Drafter
-
-    dtype, device, folder = getattr(torch, job["dtype"]), torch.device(job["device"]), Path(job["target"])
-    cfg = read_target_config(folder, keep_mxfp4=job["device"] == "cuda")
-    target, drafter = Target(folder, random_weights(Decoder, cfg, dtype, device), frozenset()), None
     speculation: Json = {}
     if job["drafter"]:
-        drafter_cfg = read_drafter_config(Path(job["drafter"]), cfg)
-        drafter = random_weights(Drafter, drafter_cfg, dtype, device).share_weights(target.model)
         speculation = {"num_speculative_tokens": job["k"], "synthetic_acceptance_rates": job["rates"]}
-    llm = LLM(
-        target,
-        drafter,
+    llm = random_llm(
+        job["target"],
+        job["drafter"],
         device=job["device"],
         dtype=job["dtype"],
+        spread_weights=spread_weights if job["spread"] else None,
         max_num_seqs=job["max_num_seqs"],
         max_model_len=job["max_model_len"],
         kv_cache_memory_bytes=job["kv_cache_bytes"],
@@ -96,10 +86,6 @@ def open_peagle(job: Json) -> Generate:
         tokenizer=False,
         **speculation,
     )
-    if job["spread"]:
-        if llm.drafter is not None:
-            spread_weights(llm.drafter, is_drafter=True)
-        spread_weights(llm.target.model)
 
     def generate(prompts: list[list[int]], max_tokens: int) -> tuple[int, int | None]:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

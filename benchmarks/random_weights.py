@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from peagle.kernels.moe.mxfp4 import COLUMN_STEP, ROW_GROUP, PackedWeights
 from peagle.models.decoder import Decoder
 from peagle.models.layers import ExpertMLP
+
+if TYPE_CHECKING:
+    from peagle import LLM
 
 
 def random_weights(model_class, cfg, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
@@ -43,3 +50,33 @@ def zero_padding(weights: PackedWeights) -> None:
         count, rows, _ = weights.words_ERW.shape
         steps = weights.words_ERW.view(count, rows // ROW_GROUP, -1, ROW_GROUP, COLUMN_STEP // 4)
         steps[:, :, -1, :, used:] = 0
+
+
+def random_llm(
+    target_folder: str | Path,
+    drafter_folder: str | Path | None,
+    *,
+    device: str,
+    dtype: str,
+    spread_weights: Callable[..., None] | None = None,
+    **options: Any,
+) -> LLM:
+    """An `LLM` with random weights from the configs of its folders. `spread_weights` is the function of shapes.py; it
+    runs before the engine times its steps."""
+    from peagle import LLM
+    from peagle.checkpoints.drafter import read_drafter_config
+    from peagle.checkpoints.target import Target, read_target_config
+    from peagle.models.drafter import Drafter
+
+    folder, on_device = Path(target_folder), (getattr(torch, dtype), torch.device(device))
+    cfg = read_target_config(folder, keep_mxfp4=device == "cuda")
+    target, drafter = Target(folder, random_weights(Decoder, cfg, *on_device), frozenset()), None
+    if drafter_folder is not None:
+        drafter_cfg = read_drafter_config(Path(drafter_folder), cfg)
+        drafter = random_weights(Drafter, drafter_cfg, *on_device).share_weights(target.model)
+    if spread_weights is not None:
+        # The drafter first: where it has no embeddings or head it shares the target's.
+        if drafter is not None:
+            spread_weights(drafter, is_drafter=True)
+        spread_weights(target.model)
+    return LLM(target, drafter, device=device, dtype=dtype, **options)

@@ -3,13 +3,15 @@
     python benchmarks/serve_http.py --model llama-8b --smollm2 FOLDER --vllm-path DEST --out results.json
     python benchmarks/serve_http.py --model smollm2 --smollm2 FOLDER --prompts FOLDER --vllm-path DEST --out r.json
 
-llama-8b is the Llama-3.1-8B shape with SmolLM2's vocabulary and tokenizer, random weights and synthetic acceptance on
-both sides (see shapes.py). smollm2 is the real model with the shipped drafters; its prompts are MT-Bench, HumanEval and
-GSM8K. vLLM runs each load in the configurations that are best for it: P-EAGLE with K=7 for few requests, EAGLE-3 with
-K=3 for many, no speculation for 256. The servers of vLLM start at once, then peagle, which times decode steps at its
-start. All caches are empty. Every load runs twice: the first pass is what the first users of a fresh server get (cold);
-the second repeats its prompts (steady), which both servers find in their prefix caches. Results are written after every
-load. Prints a table, then one JSON line.
+http_servers.py describes the models. vLLM runs each load in the configurations that are best for it. Its servers start
+at once, then peagle, which times decode steps at its start. All caches are empty. A load is measured twice: the first
+pass is what the first users of a fresh server get (cold): every prompt once. The second repeats these prompts for about
+10 s (steady); both servers find them in their prefix caches. Prompts are random words of exact lengths with answers of
+fixed length, for smollm2 MT-Bench, HumanEval and GSM8K, whose answers end by themselves, after 256 tokens at most.
+
+--restart starts peagle a second time with the compiled kernels of the first. --in-process runs the prompts of 64
+requests through `peagle.LLM`, without a server. Results are written after every pass. Prints a table, then one JSON
+line.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import urllib.request
@@ -31,13 +32,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from random_weights import random_weights
-from shapes import SHAPES, write_checkpoints
+from http_servers import MODELS, Json, Servers, kill_group
 
-ROOT = Path(__file__).resolve().parent.parent
-Json = dict[str, Any]
 SAMPLING: dict[str, Json] = {
     "greedy": {"temperature": 0},
     "penalty": {"temperature": 0, "presence_penalty": 0.3},
@@ -49,72 +46,97 @@ SAMPLING: dict[str, Json] = {
             "type": "json_schema",
             "json_schema": {
                 "name": "answer",
-                "schema": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "topic": {"type": "string"},
+                        "difficulty": {"type": "string", "enum": ["easy", "medium", "hard"]},
+                        "answer": {"type": "string"},
+                        "confidence": {"type": "integer"},
+                    },
+                    "required": ["topic", "difficulty", "answer", "confidence"],
+                    "additionalProperties": False,
+                },
             },
         },
     },
+}
+JSON_REQUEST = "\n\nAnswer with a JSON object that has a topic, a difficulty, an answer and a confidence."
+IN_PROCESS_CONCURRENCY = 64
+COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "late_compilations": "peagle:late_compilations",
 }
 
 
 @dataclass(frozen=True)
 class Load:
+    """Requests that are sent so that `concurrency` of them are always open."""
+
     concurrency: int
-    num_prompts: int
+    num_distinct: int  # prompts of the cold pass
+    num_prompts: int  # of the steady pass, which repeats them
     sampling: str = "greedy"
-    passes: tuple[str, ...] = ("cold", "steady")
+    input_len: int = 256
+    output_len: int = 256
 
 
+# The most important first.
 LOADS = {
-    "llama-8b": [Load(64, 192), Load(8, 32), Load(1, 8), Load(256, 512)],
-    "smollm2": [Load(64, 512), Load(256, 1024), Load(8, 128), Load(1, 24)],
+    "llama-8b": [Load(64, 192, 640), Load(256, 256, 768), Load(8, 32, 160), Load(1, 8, 24)],
+    "llama-8b-16k": [
+        Load(8, 8, 32, input_len=16384, output_len=512),
+        Load(1, 4, 8, input_len=16384, output_len=512),
+    ],
+    "gpt-oss-20b": [Load(64, 192, 768)],
+    "qwen3-coder-30b-a3b": [Load(64, 192, 768)],
+    "smollm2": [Load(64, 320, 2560), Load(256, 320, 2560), Load(8, 64, 256), Load(1, 16, 48)],
 }
+OPTIONS = {"llama-8b": ["penalty", "logprobs", "sampled"], "smollm2": ["penalty", "logprobs", "json_schema", "sampled"]}
 
 
-@dataclass
-class RunningServer:
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-    started_at: float
-    concurrency: tuple[int, int]  # the smallest and the largest that it is measured with
-    ready_s: float | None = None
+class Prompts:
+    """Prompts of loads, equal for all servers."""
+
+    def __init__(self, smollm2: Path, folder: Path | None) -> None:
+        """`folder`: where the real prompts are; None: random words."""
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2)
+        self.turns: list[str] = []
+        if folder is not None:
+            names = ("mt_bench", "humaneval", "gsm8k")
+            lines = [line for name in names for line in open(folder / f"{name}.jsonl", encoding="utf-8")]
+            self.turns = [json.loads(line)["turns"][0] for line in lines]
+            random.Random(0).shuffle(self.turns)
+        else:
+            words = [self.tokenizer.decode([i]) for i in range(len(self.tokenizer))]
+            self.words = [word for word in words if re.fullmatch(r" [a-z]{3,}", word)]  # one token each, in any text
+
+    def build(self, load: Load) -> list[str]:
+        """The distinct prompts of a load. None begins as in another load, which would find it in the prefix cache."""
+        rng = random.Random(str(load))
+        if not self.turns:
+            return ["".join(rng.choices(self.words, k=load.input_len)) for _ in range(load.num_distinct)]
+        end = JSON_REQUEST if load.sampling == "json_schema" else ""
+        contents = [f"Question {rng.randrange(1000000)}: {turn}{end}" for turn in self.turns[: load.num_distinct]]
+        chats = [[{"role": "user", "content": content}] for content in contents]
+        prompts: list[str] = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return prompts
+
+    def passes(self, load: Load) -> dict[str, list[str]]:
+        prompts = self.build(load)
+        return {"cold": prompts, "steady": [prompts[i % len(prompts)] for i in range(load.num_prompts)]}
 
 
-def build_random_llm(job: Json) -> Any:
-    """The embedded engine with random weights, in the engine process of `peagle serve`."""
-    import torch
+def run_bench_client(arguments: list[str], requests: list[Json], timeout: float, log: Path) -> Json | None:
+    """Runs `vllm bench serve` with these requests in a fork of this process, which has imported it.
 
-    from peagle import LLM
-    from peagle.checkpoints.drafter import read_drafter_config
-    from peagle.checkpoints.target import Target, read_target_config
-    from peagle.models.decoder import Decoder
-    from peagle.models.drafter import Drafter
-
-    dtype, device, folder = torch.bfloat16, torch.device("cuda"), Path(job["target"])
-    cfg = read_target_config(folder)
-    target = Target(folder, random_weights(Decoder, cfg, dtype, device), frozenset())
-    drafter_cfg = read_drafter_config(Path(job["drafter"]), cfg)
-    drafter = random_weights(Drafter, drafter_cfg, dtype, device).share_weights(target.model)
-    return LLM(target, drafter, "auto", **job["options"])
-
-
-def serve_random_weights(job: Json) -> None:
-    from peagle.config import ServeSettings
-    from peagle.server.engine_client import EngineClient, start_engine_process
-    from peagle.server.logs import start_logging
-    from peagle.server.server import bind_socket, run_server
-
-    settings = ServeSettings(port=job["port"], served_model_name="m", max_queued_requests=2000)
-    start_logging(False)
-    start_engine = partial(start_engine_process, partial(build_random_llm, job), False)
-    listener = bind_socket(settings.host, settings.port)
-    target_folder = Path(job["target"])
-    run_server(lambda: EngineClient(start_engine, settings), settings, job["drafter"], "auto", listener, target_folder)
-
-
-def run_bench_client(arguments: list[str], timeout: float, log: Path) -> Json | None:
-    """Runs `vllm bench serve` in a fork of this process, which has imported it. None if it fails or takes too long."""
+    Returns its result, or None if it fails or takes too long. Its own data sets cannot repeat prompts or need pandas.
+    """
     from vllm.benchmarks import serve
+    from vllm.benchmarks.datasets import SampleRequest
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
@@ -123,11 +145,13 @@ def run_bench_client(arguments: list[str], timeout: float, log: Path) -> Json | 
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
+        serve.get_samples = lambda args, tokenizer: [SampleRequest(**request) for request in requests]
         with open(log, "w") as output, redirect_stdout(output), redirect_stderr(output):
             try:
                 sender.send(serve.main(parsed))
             except BaseException:
                 traceback.print_exc()
+                output.flush()  # the parent reads the log, then kills this process
                 sender.send(None)
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -146,234 +170,232 @@ def run_bench_client(arguments: list[str], timeout: float, log: Path) -> Json | 
 
 class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.began = time.time()
-        self.scratch = Path(tempfile.mkdtemp())
-        self.servers: dict[str, RunningServer] = {}
-        self.results: Json = {"model": args.model, "rows": [], "ready_s": {}}
-        paths = [*([str(args.vllm_path)] if args.vllm_path else []), str(ROOT)]
-        self.env = dict(
-            os.environ,
-            PYTHONPATH=os.pathsep.join(paths),
-            PEAGLE_FAIL_ON_COMPILATION="1",
-            VLLM_USE_FLASHINFER_SAMPLER="0",
-            VLLM_NO_USAGE_STATS="1",
-            HF_HUB_OFFLINE="1",
-            TOKENIZERS_PARALLELISM="false",
-            PYTHONUNBUFFERED="1",
-        )
+        self.args, self.model, self.began = args, MODELS[args.model], time.time()
+        self.servers = Servers(self.model, args.smollm2, args.vllm_path, self.note)
+        self.results: Json = {"model": args.model, "rows": [], "ready_s": {}, "notes": []}
+        self.loads = [load for load in LOADS[args.model] if load.concurrency in args.concurrency]
+        self.loads += [Load(8, 64, 64, sampling) for sampling in args.sampling]
 
     def note(self, *words: object) -> None:
         print(f"[{time.time() - self.began:4.0f}s]", *words, flush=True)
 
-    def start(self, name: str, port: int, command: list[str], concurrency: tuple[int, int] = (1, 256)) -> None:
-        env = dict(self.env)
-        for variable in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            env[variable] = str(self.scratch / f"{variable}-{name}")
-        log = self.scratch / f"{name}.log"
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.scratch
-            )
-        self.servers[name] = RunningServer(process, port, log, time.time(), concurrency)
-
-    def start_vllm(
-        self, name: str, port: int, model: str, speculative: Json | None, dummy: bool, concurrency: tuple[int, int]
-    ) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(port)]
-        command += ["--dtype", "bfloat16", "--served-model-name", "m"]
-        command += ["--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.1"]
-        kv_cache_bytes = self.args.kv_cache_bytes // (1 if concurrency[1] > 8 else 4)
-        command += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
-        command += ["--speculative-config", json.dumps(speculative)] if speculative is not None else []
-        command += ["--compilation-config", json.dumps({"max_cudagraph_capture_size": 1024})]
-        self.start(name, port, command + (["--load-format", "dummy"] if dummy else []), concurrency)
-
-    def start_peagle(self, port: int, model: str, drafter: str, rates: tuple[float, ...] | None) -> None:
-        if rates is None:
-            command = [sys.executable, "-m", "peagle", "serve", model, "-d", drafter, "--port", str(port)]
-            command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256"]
-            command += ["--served-model-name", "m", "--max-queued-requests", "2000"]
-            command += ["--kv-cache-memory-bytes", str(self.args.kv_cache_bytes)]
-        else:
-            options = {"max_model_len": 2048, "max_num_seqs": 256, "kv_cache_memory_bytes": self.args.kv_cache_bytes}
-            options |= {"synthetic_acceptance_rates": rates, "device": "cuda", "dtype": "bfloat16"}
-            job = {"target": model, "drafter": drafter, "port": port, "options": options}
-            command = [sys.executable, str(Path(__file__).resolve()), "--serve-random-weights", json.dumps(job)]
-        self.start("peagle", port, command)
-
-    def start_servers(self) -> None:
-        if self.args.model == "llama-8b":
-            shape = SHAPES["llama-8b"]
-            config = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2}
-            folders = write_checkpoints("llama-8b", False, self.scratch, config, mask_token_id=16)
-            for pattern in ("token*", "special*", "*.jinja"):
-                for file in self.args.smollm2.glob(pattern):
-                    shutil.copy(file, folders["target"])
-            rates = shape.acceptance_rates(7)
-            synthetic = {"method": "eagle3", "rejection_sample_method": "synthetic"}
-            eagle3 = {"model": folders["eagle3"], "num_speculative_tokens": 3}
-            eagle3 |= {"synthetic_acceptance_rates": shape.acceptance_rates(3)}
-            p_eagle = {"model": folders["p-eagle"], "num_speculative_tokens": 7, "parallel_drafting": True}
-            p_eagle |= {"synthetic_acceptance_rates": rates}
-            if "vllm" in self.args.engines:
-                self.start_vllm("vllm-eagle3-k3", 8101, folders["target"], synthetic | eagle3, True, (64, 256))
-                self.start_vllm("vllm-p-eagle-k7", 8102, folders["target"], synthetic | p_eagle, True, (1, 8))
-                self.start_vllm("vllm-no-drafter", 8103, folders["target"], None, True, (256, 256))
-            self.wait_until_ready()
-            if "peagle" in self.args.engines:
-                self.start_peagle(8201, folders["target"], folders["p-eagle"], rates)
-        else:
-            target, drafter = str(self.args.smollm2), str(ROOT / "checkpoints" / "smollm2-135m-p-eagle")
-            p_eagle = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 7, "parallel_drafting": True}
-            if "vllm" in self.args.engines:
-                self.start_vllm("vllm-p-eagle-k7", 8102, target, p_eagle, False, (1, 256))
-            self.wait_until_ready()
-            if "peagle" in self.args.engines:
-                self.start_peagle(8201, target, drafter, None)
-        self.wait_until_ready()
-
-    def wait_until_ready(self) -> None:
-        pending = {name for name, server in self.servers.items() if server.ready_s is None}
-        while pending and self.seconds_left() > 0:
-            for name in list(pending):
-                server = self.servers[name]
-                if server.process.poll() is not None:
-                    self.note(name, "did not start:", server.log.read_text(errors="replace")[-2000:])
-                    del self.servers[name]
-                    pending.discard(name)
-                    continue
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=2).read()
-                except OSError:
-                    continue
-                server.ready_s = self.results["ready_s"][name] = round(time.time() - server.started_at, 1)
-                self.note(name, f"ready after {server.ready_s:.0f} s")
-                pending.discard(name)
-            time.sleep(0.5)
-
     def seconds_left(self) -> float:
         return self.args.seconds - (time.time() - self.began)
 
+    def reserved_seconds(self) -> float:
+        """For --restart and --in-process, which come last."""
+        start = self.results["ready_s"].get("peagle", 75.0)
+        return self.args.restart * start * 0.8 + self.args.in_process * (start * 0.8 + 30)
+
     def run(self) -> None:
-        self.start_servers()
-        loads = [load for load in LOADS[self.args.model] if load.concurrency in self.args.concurrency]
-        loads += [Load(8, 64, sampling) for sampling in self.args.sampling]
-        for load in loads:
-            for name, server in list(self.servers.items()):
+        vllm = [partial(self.servers.start_vllm, configuration) for configuration in self.model.vllm]
+        peagle = [self.servers.start_peagle]
+        groups = [group for name, group in (("vllm", vllm), ("peagle", peagle)) if name in self.args.engines]
+        if self.model.one_at_a_time:
+            groups = [[start] for group in groups for start in group]
+        for number, group in enumerate(groups):
+            for start in group:
+                start()
+            if number == 0:
+                self.prepare_client()  # meanwhile
+            self.wait_until_ready()
+            if self.model.one_at_a_time or group is groups[-1]:
+                self.run_loads()
+                self.stop([name for name in self.servers.running if name != "peagle"])
+        if self.args.restart:
+            self.stop(["peagle"])
+            self.servers.start_peagle()
+            self.wait_until_ready(", second start")
+        self.stop(["peagle"])
+        if self.args.in_process:
+            self.run_in_process()
+
+    def prepare_client(self) -> None:
+        import vllm
+        from vllm.benchmarks import serve  # noqa: F401
+
+        self.results["vllm_version"] = vllm.__version__
+        is_real = self.model.shape is None
+        self.prompts = Prompts(self.args.smollm2, self.args.prompts if is_real else None)
+
+    def wait_until_ready(self, suffix: str = "") -> None:
+        known = {name for name, server in self.servers.running.items() if server.ready_s is not None}
+        self.servers.wait_until_ready(time.time() + min(self.args.start_seconds, self.seconds_left()))
+        for name in self.servers.running.keys() - known:
+            self.results["ready_s"][name + suffix] = self.servers.running[name].ready_s
+            if self.model.has_experts and name != "peagle" and (error := self.servers.spread_weights(name)):
+                self.note(error)
+                self.results["notes"].append(error)
+        self.save()
+
+    def stop(self, names: list[str]) -> None:
+        for name in names:
+            if name in self.servers.running:
+                self.servers.stop(name)
+
+    def run_loads(self) -> None:
+        for load in self.loads:
+            passes = self.prompts.passes(load)
+            for name, server in list(self.servers.running.items()):
                 least, most = server.concurrency
-                for which in load.passes if least <= load.concurrency <= most else ():
-                    if self.seconds_left() > 20:
-                        self.run_client(name, load, which)
+                for which, prompts in passes.items() if least <= load.concurrency <= most else ():
+                    if self.seconds_left() - self.reserved_seconds() > 20:
+                        self.run_client(name, load, which, prompts)
 
-    def client_data(self, load: Load) -> list[str]:
-        if self.args.model == "llama-8b":
-            lengths = ["--random-input-len", "256", "--random-output-len", "256"]
-            return ["--dataset-name", "random", *lengths, "--ignore-eos"]
-        names = ("mt_bench", "humaneval", "gsm8k")
-        lines = [line for name in names for line in open(self.args.prompts / f"{name}.jsonl", encoding="utf-8")]
-        turns = [json.loads(line)["turns"][0] for line in lines]
-        path = self.scratch / f"prompts-{load.num_prompts}.jsonl"
-        prompts = [{"prompt": turns[(7 * i) % len(turns)]} for i in range(load.num_prompts)]
-        path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
-        options = ["--custom-output-len", "256", "--disable-shuffle"]
-        return ["--dataset-name", "custom", "--dataset-path", str(path), *options]
-
-    def run_client(self, name: str, load: Load, which: str) -> None:
-        server = self.servers[name]
+    def run_client(self, name: str, load: Load, which: str, prompts: list[str]) -> None:
+        server = self.servers.running[name]
         if server.process.poll() is not None:
-            self.note(name, "has ended:", server.log.read_text(errors="replace")[-2000:])
+            self.note(name, "has ended:", server.log_tail())
             return
+        log = self.servers.scratch / "client.log"
         command = ["--backend", "openai", "--endpoint", "/v1/completions", "--model", "m"]
-        command += ["--base-url", f"http://127.0.0.1:{server.port}", "--tokenizer", str(self.args.smollm2)]
-        command += ["--max-concurrency", str(load.concurrency), "--num-prompts", str(load.num_prompts)]
+        command += ["--base-url", server.url(""), "--tokenizer", str(self.args.smollm2)]
+        command += ["--dataset-name", "custom", "--max-concurrency", str(load.concurrency)]
         command += ["--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99"]
-        command += [*self.client_data(load), "--extra-body", json.dumps(SAMPLING[load.sampling])]
-        before = self.read_counters(server.port)
-        row: Json = {"server": name, "pass": which, **{k: v for k, v in asdict(load).items() if k != "passes"}}
-        measured = run_bench_client(command, self.seconds_left(), self.scratch / "client.log")
+        command += ["--ignore-eos"] if self.model.shape is not None else []
+        command += ["--extra-body", json.dumps(SAMPLING[load.sampling])]
+        lengths = map(len, self.prompts.tokenizer(prompts).input_ids)
+        requests: list[Json] = [
+            {"prompt": prompt, "prompt_len": length, "expected_output_len": load.output_len}
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        row = self.new_row(name, load, which, prompts)
+        try:
+            before = self.read_counters(server.url("/metrics"))
+            measured = run_bench_client(command, requests, self.seconds_left() - self.reserved_seconds(), log)
+            after = self.read_counters(server.url("/metrics"))
+        except OSError as error:
+            row["error"], measured = f"{error}: {server.log_tail()}", None
         if measured is None:
-            row["error"] = "not finished in time: " + (self.scratch / "client.log").read_text(errors="replace")[-500:]
+            row.setdefault("error", "not finished: " + log.read_text(errors="replace")[-500:])
         else:
-            after = self.read_counters(server.port)
-            num_drafts = after["drafts"] - before["drafts"]
+            counted = {key: after[key] - before[key] for key in COUNTERS}
             row |= {
                 "completed": measured["completed"],
+                "input_tokens": measured["total_input_tokens"],
+                "output_tokens": measured["total_output_tokens"],
+                "seconds": round(measured["duration"], 2),
                 "output_tokens_per_second": round(measured["output_throughput"], 1),
                 "ttft_p50_ms": round(measured["p50_ttft_ms"], 2),
                 "ttft_p99_ms": round(measured["p99_ttft_ms"], 2),
                 "tpot_p50_ms": round(measured["p50_tpot_ms"], 3),
                 "itl_p99_ms": round(measured["p99_itl_ms"], 2),
-                "acceptance_length": round(1 + (after["accepted"] - before["accepted"]) / num_drafts, 3)
-                if num_drafts
+                "acceptance_length": round(1 + counted["accepted"] / counted["drafts"], 3)
+                if counted["drafts"]
                 else None,
+                "late_compilations": int(counted["late_compilations"]),
             }
+            if measured["completed"] < len(prompts):
+                row["error"] = f"{len(prompts) - measured['completed']} requests failed: {server.log_tail()[-500:]}"
+        self.add_row(row)
+
+    @staticmethod
+    def new_row(server: str, load: Load, which: str, prompts: list[str]) -> Json:
+        row = {"server": server, "pass": which, "concurrency": load.concurrency, "sampling": load.sampling}
+        return row | {"num_prompts": len(prompts), "max_tokens": load.output_len}
+
+    def add_row(self, row: Json) -> None:
         self.note(json.dumps(row))
         self.results["rows"].append(row)
         self.save()
 
     @staticmethod
-    def read_counters(port: int) -> dict[str, float]:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-        found = re.findall(r"vllm:spec_decode_num_(drafts|accepted)(?:_tokens)?_total\{[^}]*\} ([0-9.e+]+)", text)
-        return {key: sum(float(value) for name, value in found if name == key) for key in ("drafts", "accepted")}
+    def read_counters(url: str) -> dict[str, float]:
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        return {
+            key: sum(float(value) for value in re.findall(rf"^{name}_total(?:{{.*}})? ([0-9.e+]+)$", text, re.M))
+            for key, name in COUNTERS.items()
+        }
+
+    def run_in_process(self) -> None:
+        """Runs the load in a process with the cache of compiled kernels of the server."""
+        load = next(load for load in LOADS[self.args.model] if load.concurrency == IN_PROCESS_CONCURRENCY)
+        passes, out = self.prompts.passes(load), self.servers.scratch / "in-process.json"
+        params = {"max_tokens": load.output_len, "temperature": 0.0, "ignore_eos": self.model.shape is not None}
+        job = self.servers.peagle_job
+        job |= {"passes": passes, "params": params, "concurrency": load.concurrency, "out": str(out)}
+        process, log = self.servers.spawn("peagle", self.servers.command("generate", job))
+        try:
+            process.wait(max(1.0, self.seconds_left()))
+        except subprocess.TimeoutExpired:
+            self.note("in-process: not finished in time")
+        kill_group(process)
+        rows = json.loads(out.read_text()) if out.exists() else []
+        if len(rows) < len(passes):
+            self.note("in-process:", log.read_text(errors="replace")[-2000:])
+        for row in rows:
+            self.add_row(self.new_row("in-process", load, row["pass"], passes[row["pass"]]) | row)
 
     def save(self) -> None:
         if self.args.out:
             self.args.out.parent.mkdir(parents=True, exist_ok=True)
             self.args.out.write_text(json.dumps(self.results, indent=1) + "\n")
 
-    def close(self) -> None:
-        for name, server in self.servers.items():
-            if self.args.out:
-                shutil.copy(server.log, self.args.out.with_name(f"{name}.log"))
-            if server.process.poll() is None:
-                os.killpg(server.process.pid, signal.SIGKILL)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
     def stamp(self) -> None:
         from peagle.results.provenance import Provenance
 
-        self.results["provenance"] = asdict(Provenance.collect(" ".join(["python", *sys.argv])))
+        made = Provenance.collect(" ".join(["python", *sys.argv]))
+        self.results["provenance"] = asdict(made) | {"duration": round(time.time() - self.began, 1)}
 
     def print_table(self) -> None:
+        print(*self.results["notes"], sep="\n")
         print(f"{'server':18}{'load':>18}{'pass':>8}{'tokens/s':>10}{'TTFT p50/p99 ms':>18}{'ITL p99 ms':>12}")
         for row in self.results["rows"]:
             load = f"{row['concurrency']} {row['sampling']}"
             line = f"{row['server']:18}{load:>18}{row['pass']:>8}"
             if "error" in row:
-                print(line, row["error"].splitlines()[-1] if row["error"] else "")
+                print(line, (row["error"].splitlines() or [""])[-1])
                 continue
-            ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
-            print(f"{line}{row['output_tokens_per_second']:>10,.0f}{ttft:>18}{row['itl_p99_ms']:>12.1f}")
+            line += f"{row['output_tokens_per_second']:>10,.0f}"
+            if "ttft_p50_ms" in row:
+                ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}"
+                line += f"{ttft:>18}{row['itl_p99_ms']:>12.1f}"
+            print(line)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-8b")
+    parser.add_argument("--engines", nargs="+", choices=("vllm", "peagle"), default=["vllm", "peagle"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64, 256], help="greedy loads to run")
+    parser.add_argument(
+        "--sampling", nargs="*", choices=SAMPLING, help="options to run with 8 requests; default: those of the model"
+    )
+    parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2-135M-Instruct, tokenizer of all models")
+    parser.add_argument("--prompts", type=Path, help="mt_bench.jsonl, humaneval.jsonl, gsm8k.jsonl, for smollm2")
+    parser.add_argument("--vllm-path", type=Path, help="folder with an unpacked vLLM; default: the installed one")
+    parser.add_argument("--restart", action="store_true", help="measure a second start of peagle")
+    parser.add_argument("--in-process", action="store_true", help="measure peagle without a server")
+    parser.add_argument("--seconds", type=float, default=560, help="wall-clock limit for everything")
+    parser.add_argument("--start-seconds", type=float, default=240, help="limit for starting servers")
+    parser.add_argument("--out", type=Path, help="results as JSON")
+    args = parser.parse_args()
+    if args.sampling is None:
+        args.sampling = OPTIONS.get(args.model, [])
+    if args.model == "smollm2" and args.prompts is None:
+        parser.error("--model smollm2 needs --prompts")
+    if args.model != "smollm2" and "json_schema" in args.sampling:
+        parser.error("--sampling json_schema: not with synthetic acceptance, which accepts forbidden tokens")
+    if args.in_process and all(load.concurrency != IN_PROCESS_CONCURRENCY for load in LOADS[args.model]):
+        parser.error(f"--in-process: {args.model} has no load of {IN_PROCESS_CONCURRENCY} requests")
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=LOADS, default="llama-8b")
-    parser.add_argument("--engines", nargs="+", choices=("vllm", "peagle"), default=["vllm", "peagle"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--sampling", nargs="*", choices=SAMPLING, default=["penalty", "logprobs", "sampled"])
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct; llama-8b uses its tokenizer")
-    parser.add_argument("--prompts", type=Path, help="folder with mt_bench.jsonl, humaneval.jsonl, gsm8k.jsonl")
-    parser.add_argument("--vllm-path", type=Path, help="folder with an unpacked vLLM; default: the installed one")
-    parser.add_argument("--kv-cache-bytes", type=int, default=17 << 30, help="KV cache of each server")
-    parser.add_argument("--seconds", type=float, default=560, help="wall-clock limit for everything")
-    parser.add_argument("--out", type=Path, help="results as JSON")
-    parser.add_argument("--serve-random-weights", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve_random_weights:
-        return serve_random_weights(args.serve_random_weights)
+    args = parse_arguments()
+    args.smollm2 = args.smollm2.resolve()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of tokenizers do not survive the fork of the client
     if args.vllm_path is not None:
-        sys.path.insert(0, str(args.vllm_path))
+        sys.path.insert(0, str(args.vllm_path.resolve()))
     comparison = Comparison(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         comparison.run()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # servers must be stopped
         comparison.stamp()
         comparison.save()
-        comparison.close()
+        comparison.servers.close(args.out.parent if args.out else None)
         comparison.print_table()
         print(json.dumps(comparison.results))
 

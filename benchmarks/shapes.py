@@ -246,6 +246,22 @@ def spread_weights(model: Any, is_drafter: bool = False) -> None:
                 parameter.normal_(0, std, generator=generator)
 
 
+def spread_packed_experts(model: Any) -> None:
+    """The same for MXFP4 experts that vLLM keeps in tensors of triton_kernels, which are no parameters."""
+    import torch
+
+    with torch.inference_mode():
+        for module in model.modules():
+            for name in MXFP4_WEIGHTS:
+                weight = getattr(module, name, None)
+                if weight is None or isinstance(weight, torch.Tensor):
+                    continue
+                method = getattr(module.quant_method, "old_quant_method", module.quant_method)
+                scale = getattr(method, name.replace("weight", "precision_config")).weight_scale
+                weight.storage.data.view(torch.uint8).random_(0, 256)
+                scale.storage.data.view(torch.uint8).fill_(MXFP4_EXPONENT)
+
+
 class SpreadWorker:
     """Extension of vLLM's worker class (`worker_extension_cls`)."""
 
@@ -258,3 +274,4 @@ class SpreadWorker:
         if proposer is not None:
             spread_weights(proposer.model, is_drafter=True)
         spread_weights(runner.get_model())
+        spread_packed_experts(runner.get_model())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHODS = {"none": "no speculation", "eagle3": "EAGLE-3", "p-eagle": "P-EAGLE"}
 SAMPLING = {"greedy": "greedy", "penalty": "penalties", "sampled": "temperature 0.7", "json_schema": "JSON schema"}
 SAMPLING |= {"logprobs": "logprobs"}
+HTTP_MODELS = {
+    "llama-8b": "Llama-3.1-8B, 256 prompt and 256 output tokens",
+    "llama-8b-16k": "Llama-3.1-8B, 16,384 prompt and 512 output tokens",
+    "gpt-oss-20b": "GPT-OSS-20B, 256 prompt and 256 output tokens",
+    "qwen3-coder-30b-a3b": "Qwen3-Coder-30B-A3B, 256 prompt and 256 output tokens",
+    "smollm2": "SmolLM2-135M with the included drafters, real prompts, answers of up to 256 tokens",
+}
 DATASETS = {"mt_bench": "MT-Bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
 
 Json = dict[str, Any]
@@ -129,12 +137,12 @@ def cpu_table() -> str:
     return markdown(["machine", "configuration", "speed", "acceptance length"], rows)
 
 
-def http_table(name: str) -> str:
+def http_table(model: str) -> str:
     """vLLM in its best configuration and peagle, by load and pass: output tokens/s and, when steady, latency."""
-    results = load_json(name)
+    results = load_json(f"h200-http-{model}.json")
     found: dict[tuple[int, str, str, str], Json] = {}
     for row in results["rows"] if results else []:
-        if "error" not in row:
+        if "error" not in row and row["server"] != "in-process":
             key = row["concurrency"], row["sampling"], row["pass"], row["server"].partition("-")[0]
             if key not in found or row["output_tokens_per_second"] > found[key]["output_tokens_per_second"]:
                 found[key] = row
@@ -146,11 +154,53 @@ def http_table(name: str) -> str:
             rates = [row["output_tokens_per_second"] if row else 0.0 for row in pair]
             cells.append(" / ".join(f"{rate:,.0f}" if rate else "-" for rate in rates))
             cells.append(f"**{rates[1] / rates[0]:.2f}x**" if all(rates) else "-")
-        for field in ("ttft_p99_ms", "itl_p99_ms"):
-            cells.append(" / ".join(f"{row[field]:,.0f}" if row else "-" for row in pair))
+        for field, form in (("ttft_p99_ms", ",.0f"), ("itl_p99_ms", ",.0f"), ("tpot_p50_ms", ".2f")):
+            cells.append(" / ".join(f"{row[field]:{form}}" if row else "-" for row in pair))
         rows.append(cells)
-    header = ["vLLM / peagle", "cold", "", "steady", "", "TTFT p99, ms", "ITL p99, ms"]
-    return markdown(header, rows) if rows else ""
+    header = ["vLLM / peagle", "cold", "", "steady", "", "TTFT p99, ms", "ITL p99, ms", "TPOT p50, ms"]
+    note = "\nWith a JSON schema, answers end by themselves and differ between the engines: compare rates and TPOT.\n"
+    if all(sampling != "json_schema" for _, sampling, *_ in found):
+        note = ""
+    return f"{HTTP_MODELS[model]}:\n\n{markdown(header, rows)}{note}" if rows else ""
+
+
+def http_start_table() -> str:
+    """Seconds until each server was ready, where a second start was measured."""
+    rows = []
+    for model, label in HTTP_MODELS.items():
+        seconds = (load_json(f"h200-http-{model}.json") or {"ready_s": {}})["ready_s"]
+        if (second := seconds.get("peagle, second start")) is not None:
+            vllm = [f"{s:.0f}" for s in sorted(s for name, s in seconds.items() if name.startswith("vllm"))]
+            cells = (
+                " to ".join(dict.fromkeys([*vllm[:1], *vllm[-1:]])) or "-",
+                f"{seconds['peagle']:.0f}",
+                f"{second:.0f}",
+            )
+            rows.append([label.partition(",")[0], *cells])
+    caption = (
+        "Seconds until a server is ready. First starts compile their kernels, the second of peagle finds them:\n\n"
+    )
+    return caption + markdown(["", "vLLM", "peagle", "peagle, second start"], rows) if rows else ""
+
+
+def http_share_table() -> str:
+    """The share of the in-process throughput that reaches HTTP clients."""
+    rows = []
+    for model, label in HTTP_MODELS.items():
+        results = load_json(f"h200-http-{model}.json") or {"rows": []}
+        found = {
+            (row["server"], row["concurrency"], row["pass"]): row["output_tokens_per_second"]
+            for row in results["rows"]
+            if "error" not in row and row["sampling"] == "greedy"
+        }
+        for (server, concurrency, which), rate in found.items():
+            if server == "in-process" and (served := found.get(("peagle", concurrency, which))):
+                cells = which, f"{rate:,.0f}", f"{served:,.0f}", f"**{served / rate:.0%}**"
+                rows.append([label.partition(",")[0], *cells])
+    caption = (
+        "The engine without a server, and what HTTP clients received of the same 64 requests, output tokens/s:\n\n"
+    )
+    return caption + markdown(["", "pass", "in-process", "HTTP", "share"], rows) if rows else ""
 
 
 def options_table() -> str:
@@ -210,7 +260,9 @@ def acceptance_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "llama-8b": lambda: vllm_table("h200-llama-8b.json"),
-    "http-llama-8b": lambda: http_table("h200-http-llama-8b.json"),
+    **{f"http-{model}": partial(http_table, model) for model in HTTP_MODELS},
+    "http-start": http_start_table,
+    "http-share": http_share_table,
     "sampling-options": options_table,
     "decode-step": decode_step_table,
     "methods": methods_table,
