@@ -198,7 +198,7 @@ class Servers:
             command += ["--port", str(port), "--served-model-name", "m", "--max-queued-requests", "2000"]
             for name, value in job["options"].items():
                 command += [f"--{name.replace('_', '-')}", str(value)]
-        self._start("peagle", port, command)
+        self._start("peagle", port, command, more_env={"PEAGLE_FAIL_ON_COMPILATION": "1"})
 
     def _start(
         self,
