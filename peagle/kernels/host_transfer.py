@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,13 @@ if HAVE_TRITON:
 def pin_for_copy(x: Tensor, device: torch.device) -> Tensor:
     """Pins a host tensor that will be copied to a GPU; the caching allocator keeps it until the copy is done."""
     return x.pin_memory() if x.is_cpu and device.type == "cuda" else x
+
+
+def pin_array(x: np.ndarray) -> Tensor:
+    """A pinned copy. Torch would wake threads to copy many elements, which can take milliseconds."""
+    pinned = torch.empty_like(torch.from_numpy(x), pin_memory=True)
+    pinned.numpy()[...] = x
+    return pinned
 
 
 def copy_to_device(x: Tensor, device: torch.device | str) -> Tensor:

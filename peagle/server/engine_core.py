@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from peagle.engine.llm import LLM
 from peagle.engine.request import Request, RequestGroup, RequestState
 from peagle.errors import UserError
@@ -237,6 +239,7 @@ def run_engine(
         if llm.model_runner.device.type == "cuda":
             log_event("compiling kernels")
             llm.warm_up()
+            torch.set_num_threads(1)  # host tensors are small, and waking threads for them can take milliseconds
         core = build_core(llm, channel)
         channel.send(EngineReady(build_engine_info(core.llm), core.read_counters()))
         core.run()

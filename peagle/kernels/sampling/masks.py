@@ -128,7 +128,8 @@ class TokenMasks:
     def set_awaited_masks(self, slots: Sequence[int], allowed_BQW: Tensor) -> None:
         """As `set_grammar_masks`, for a step that waits. All earlier steps must be complete."""
         assert self.host_allowed_SNW is not None
-        self.host_allowed_SNW[torch.tensor(slots), : allowed_BQW.shape[1]] = self._to_words(allowed_BQW)
+        words_BQW = self._to_words(allowed_BQW).numpy()  # torch would wake threads to copy many elements
+        self.host_allowed_SNW.numpy()[slots, : allowed_BQW.shape[1]] = words_BQW
 
     def announce_step(self, step: int) -> None:
         assert self.announced_step is not None

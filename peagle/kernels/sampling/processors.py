@@ -20,7 +20,7 @@ from torch import Tensor
 
 from peagle.config import SamplingParams
 from peagle.config.sampling import MAX_LOGPROBS
-from peagle.kernels.host_transfer import copy_to_device
+from peagle.kernels.host_transfer import pin_array
 from peagle.kernels.sampling.masks import (
     HAS_BAD_WORDS,
     HAS_BIAS,
@@ -197,7 +197,7 @@ class LogitsProcessors:
 
     @staticmethod
     def _copy(values: np.ndarray, to: Tensor) -> None:
-        to.copy_(copy_to_device(torch.from_numpy(values), to.device))
+        to.copy_(pin_array(values) if to.is_cuda else torch.from_numpy(values), non_blocking=True)
 
     def count_torch(self, slots_B: Tensor, output_token_ids_BQ: Tensor, num_accepted_B: Tensor) -> None:
         """Counts the tokens that a step adds to the output. On a GPU, `commit_state` does it in its launch."""
