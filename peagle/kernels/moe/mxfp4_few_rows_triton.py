@@ -186,27 +186,11 @@ def _find_pair(chosen, row, T, e, CHOSEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _few_rows_kernel(
-    x,
-    w,
-    exponents,
-    bias,
-    chosen,
-    weights,
-    y,
-    T,
-    x_row,
-    alpha,
-    limit,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    E_ROW: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    PAIRED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WARPS: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, w, exponents, bias, chosen, weights, y,
+    T, x_row, alpha, limit,
+    N: tl.constexpr, G: tl.constexpr, E_ROW: tl.constexpr, CHOSEN: tl.constexpr, PAIRED: tl.constexpr,
+    AHEAD: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x, w and exponents are int32, x_row counts int32; rows of exponents have E_ROW bytes. PAIRED: the second GEMM;
     of the first, a warp has 8 gates and their ups. A thread loads row g of x, if it chose the expert, and has sums of
     rows 2 t and 2 t + 1."""
@@ -306,15 +290,8 @@ def launch_few_rows(
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
     blocks = x.shape[1] // BLOCK
     _few_rows_kernel[(columns // (tile * warps), len(words))](
-        x.view(torch.int32),
-        words,
-        exponents.view(torch.int32),
-        bias,
-        expert_TC,
-        weight_TC,
-        y,
-        rows,
-        x.stride(0) // 2,
+        *(x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y),
+        *(rows, x.stride(0) // 2),
         *(experts.clamp or (None, None)),
         N=columns,
         G=blocks,
