@@ -22,14 +22,8 @@ MAX_LAYERS = 1024
 SPECULATORS_VERSION = "0.9.0"  # of the format that is written
 MODEL_TYPES = ("peagle", "eagle3")
 TOP_LEVEL_FIELDS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "eagle_aux_hidden_state_layer_ids",
-    "mask_token_id",
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    *("eagle_aux_hidden_state_layer_ids", "mask_token_id"),
 )
 PLAIN_ONLY = (*MASK_TOKEN_ID_KEYS, "architectures", "dtype", "torch_dtype")
 

@@ -41,6 +41,7 @@ from peagle.models.drafter import Drafter
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NORM_OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # fields of DrafterConfig, and JSON
 CheckpointFormat = Literal["plain", "speculators"]
 
 
@@ -73,6 +74,8 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     num_layers, vocab = config.size("num_hidden_layers"), config.size("vocab_size")
     layer = config.read_layer(qk_norm=model_type == "qwen3")
     windows = config.read_windows(num_layers)
+    norms = {name: config.get(name, bool, False) for name in NORM_OPTIONS}
+    norms["norm_before_fc"] = eagle_config.get("norm_before_fc", bool, norms["norm_before_fc"])
     names = {module_tensor_name(name) for name in SafetensorsFolder(folder).shapes}
     return DrafterConfig(
         vocab_size=vocab,
@@ -84,10 +87,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
         target_hidden_size=config.size("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_read_aux_layer_ids(config, eagle_config, target),
         mask_token_id=_read_mask_token_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
-        fc_norm=config.get("fc_norm", bool, False),
-        norm_before_fc=eagle_config.get("norm_before_fc", bool, config.get("norm_before_fc", bool, False)),
-        norm_before_residual=config.get("norm_before_residual", bool, False),
-        norm_output=config.get("norm_output", bool, False),
+        **norms,
         own_embeddings="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         windows=windows if any(windows) else (),
@@ -248,10 +248,7 @@ def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, An
         **rope_to_json(cfg.rope),
         AUX_LAYER_IDS: list(cfg.aux_layer_ids),
         "num_aux_hidden_states": len(cfg.aux_layer_ids),
-        "norm_before_residual": cfg.norm_before_residual,
-        "norm_before_fc": cfg.norm_before_fc,
-        "fc_norm": cfg.fc_norm,
-        "norm_output": cfg.norm_output,
+        **{name: getattr(cfg, name) for name in NORM_OPTIONS},
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
