@@ -27,7 +27,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.loss import NO_PREVIOUS, ChainLinks, DepthMetrics, DraftLoss
+from peagle.training.loss import NO_PREVIOUS, ChainLinks, DraftLoss
 from peagle.training.partition import ChainChunk, DrafterForward, Eagle3Steps, run_forward_backward
 
 PADDING_STEPS = 16  # anchors are padded to multiples of batch_tokens / PADDING_STEPS
@@ -215,10 +215,10 @@ class GraphedStep:
         self.position_weight_K = torch.zeros(self.cfg.num_depths + 1, dtype=torch.float64, device=self.device)
         self.inputs: dict[GraphShape, Tensor] = {}
         self.num_eager_steps: Counter[GraphShape] = Counter()
-        self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
+        self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def accumulate_gradients(self, batch: PaddedBatch, position_weight_K: Tensor) -> DepthMetrics:
+    def accumulate_gradients(self, batch: PaddedBatch, position_weight_K: Tensor) -> Tensor:
         """Adds to `.grad`. `position_weight_K` is on the CPU. The next call overwrites the returned metrics."""
         shape = batch.shape
         if shape not in self.inputs:
@@ -237,7 +237,7 @@ class GraphedStep:
         graph.replay()
         return metrics
 
-    def _run(self, shape: GraphShape) -> DepthMetrics:
+    def _run(self, shape: GraphShape) -> Tensor:
         inputs = shape.split_fields(self.inputs[shape])
         start_N = inputs["start"]
         unused = start_N.new_zeros(0)
@@ -246,7 +246,7 @@ class GraphedStep:
         loss = DraftLoss(self.drafter, self.target, states, self.cfg, self.position_weight_K)
         forward = DrafterForward(self.drafter, states, batch, self.device)
         run_forward_backward(loss, forward, [_padded_chunk(inputs, shape)])
-        return DepthMetrics(*(total[:-1] for total in loss.metrics.tensors()))
+        return loss.metrics_MK[:, :-1]
 
 
 def _padded_chunk(inputs: dict[str, Tensor], shape: GraphShape) -> PaddedChunk:

@@ -37,10 +37,10 @@ from peagle.config import (
     LOSS_LOGITS,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_SIZE,
+    VALIDATION_KV_CACHE_BYTES,
     DecoderConfig,
     DrafterConfig,
     TrainConfig,
-    ValidationEngineSettings,
 )
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -274,7 +274,7 @@ def memory_by_use(
         "drafter": float(drafter_bytes),
         "optimizer": float(optimizer_bytes(drafter, cfg)),
         "hidden states": float(element * tokens * (shape.aux_hidden_size + target.cfg.layer.hidden_size)),
-        "validation": float(ValidationEngineSettings.max_kv_cache_bytes + drafter_bytes) if validates else 0.0,
+        "validation": float(VALIDATION_KV_CACHE_BYTES + drafter_bytes) if validates else 0.0,
     }
     chunk_size = CPU_CHUNK_SIZE if cfg.chunk_size == "auto" else cfg.chunk_size
     if cfg.chunk_size == "auto" and free is not None:

@@ -215,27 +215,19 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
         """Updates the parameters, clears the gradients and returns their norm on the device."""
-        self.collect()
-        return self._step(self.lr.fill_(lr) if self.lr.is_cuda else lr)
-
-    def _step(self, lr: float | Tensor) -> Tensor:
-        grad_P = self.grad_P
+        grad_P = self.collect()
+        rate = self.lr.fill_(lr) if self.lr.is_cuda else lr
         norm = torch.linalg.vector_norm(grad_P)
         finite = norm.isfinite()
         grad_scale = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm else None  # a divisor
         if self.muon is not None:
-            self.muon.step(lr, grad_scale, finite)
+            self.muon.step(rate, grad_scale, finite)
         self.num_steps += 1
         for (masters, grad, exp_avg, exp_avg_sq), weight_decay in self.groups:
             # the call behind torch.optim.AdamW(fused=True); found_inf skips the update
             torch._fused_adamw_(
-                [masters],
-                [grad],
-                [exp_avg],
-                [exp_avg_sq],
-                [],
-                [self.num_steps],
-                lr=lr,
+                *([masters], [grad], [exp_avg], [exp_avg_sq], [], [self.num_steps]),
+                lr=rate,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 weight_decay=weight_decay,

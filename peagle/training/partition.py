@@ -31,7 +31,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import DocumentAttention, TargetHiddenStates
-from peagle.training.loss import NO_PREVIOUS, ChainLinks, DepthMetrics, DraftLoss, position_weights
+from peagle.training.loss import NO_PREVIOUS, ChainLinks, DraftLoss, position_weights
 
 WindowSize = int | None
 
@@ -45,8 +45,8 @@ def accumulate_gradients(
     cfg: TrainConfig,
     chunk_size: int,
     counts: tuple[int, ...] | None = None,
-) -> DepthMetrics:
-    """Adds the gradients of the batch's loss to the parameters' `.grad` and returns metrics.
+) -> Tensor:
+    """Adds the gradients of the batch's loss to the parameters' `.grad` and returns metrics [M, K].
 
     `batch` and `positions` are on the CPU, `states` on the device. `counts` are the positions by depth that the loss
     averages over, if a step has more batches or ranks than this one.
@@ -56,7 +56,7 @@ def accumulate_gradients(
     loss = DraftLoss(drafter, target, states, cfg, position_weight_K)
     forward = DrafterForward(drafter, states, batch, device)
     run_forward_backward(loss, forward, split_chains(positions, chunk_size))
-    return loss.metrics
+    return loss.metrics_MK
 
 
 def run_forward_backward(draft_loss: DraftLoss, forward: DrafterForward, chunks: Iterable[ChainChunk]) -> None:

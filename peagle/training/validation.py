@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from peagle.checkpoints.target import Target
-from peagle.config import CHUNK_MEMORY_FRACTION, SamplingParams, ValidationEngineSettings, check_num_speculative_tokens
+from peagle.config import (
+    CHUNK_MEMORY_FRACTION,
+    VALIDATION_KV_CACHE_BYTES,
+    VALIDATION_NUM_SEQS,
+    VALIDATION_PREFILL_TOKENS,
+    SamplingParams,
+    check_num_speculative_tokens,
+)
 from peagle.data.generators import is_looping, release_engine_memory
 from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
@@ -74,13 +81,11 @@ class AcceptanceEvaluator:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         num_speculative_tokens: int,
-        settings: ValidationEngineSettings | None = None,
     ) -> None:
         self.target = Target(Path(), target, eos_ids)  # the folder is not read: token ids in, token ids out
         self.prompts = [list(prompt) for prompt in prompts]
         self.params = SamplingParams(max_tokens=max_tokens)
         self.num_speculative_tokens = check_num_speculative_tokens(num_speculative_tokens)
-        self.settings = settings or ValidationEngineSettings()
         self._engine: LLM | None = None
 
     def measure(self, drafter: Drafter) -> ValidationAcceptance:
@@ -116,9 +121,9 @@ class AcceptanceEvaluator:
             threads=torch.get_num_threads(),
             tokenizer=False,
             enable_prefix_caching=False,  # cached keys and values belong to an earlier drafter
-            cuda_graphs=self.settings.cuda_graphs,
-            max_prefill_tokens=self.settings.max_prefill_tokens,
-            max_num_seqs=min(len(self.prompts), self.settings.max_num_seqs),
+            cuda_graphs=False,  # capturing takes longer than a validation run saves
+            max_prefill_tokens=VALIDATION_PREFILL_TOKENS,
+            max_num_seqs=min(len(self.prompts), VALIDATION_NUM_SEQS),
             max_model_len=max(self._max_total_tokens),
             kv_cache_memory_bytes=self._kv_cache_bytes(drafter),
         )
@@ -136,7 +141,7 @@ class AcceptanceEvaluator:
         num_blocks = [-(-num_tokens // BLOCK_SIZE) for num_tokens in self._max_total_tokens]
         model = self.target.model
         each = block_bytes(model.cfg, drafter.cfg, model.embed_tokens.weight.element_size())
-        wanted = min((1 + sum(num_blocks)) * each, self.settings.max_kv_cache_bytes)
+        wanted = min((1 + sum(num_blocks)) * each, VALIDATION_KV_CACHE_BYTES)
         return max(wanted, (1 + max(num_blocks)) * each)
 
     def _copy_drafter(self, drafter: Drafter) -> Drafter:
@@ -168,7 +173,7 @@ def prepare_validation(
     def create_evaluator(model: Decoder) -> AcceptanceEvaluator:
         return AcceptanceEvaluator(model, inputs.eos_ids, prompts, cfg.validation_tokens, cfg.num_depths)
 
-    engine_bytes = ValidationEngineSettings().max_kv_cache_bytes + sum(p.nbytes for p in drafter.parameters())
+    engine_bytes = VALIDATION_KV_CACHE_BYTES + sum(p.nbytes for p in drafter.parameters())
     if not cfg.shard_target:
         return ValidationRunner(create_evaluator(target).measure, engine_bytes) if world.is_main else ValidationRunner()
     gathered_bytes, free = sharded_bytes(target), free_gpu_bytes(world.device)

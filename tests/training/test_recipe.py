@@ -59,7 +59,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
     file = tmp_path / "r.toml"
     file.write_text('data = "a.jsonl"\nlr = 1\nsave-minutes = 2\nmethod = "eagle3"\n')
     made = make_recipe(file, {"lr": 0.5, "steps": None, "data": (), "target": None})
-    assert (made.data, made.train.lr, made.train.save_minutes, made.train.num_new_layers) == (("a.jsonl",), 0.5, 2.0, 1)
+    assert (made.data, made.train.lr, made.train.save_minutes) == (("a.jsonl",), 0.5, 2.0)
+    assert (made.train.method, made.train.num_depths) == ("eagle3", 4)
     assert made.train.steps is None and made.train.max_grad_norm == TrainConfig().max_grad_norm
 
 

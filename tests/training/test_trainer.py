@@ -35,7 +35,7 @@ from peagle.training.hidden_states.online import OnlineHiddenStates
 from peagle.training.optimizer import Optimizer, Schedule, is_decayed, plan_flat_buffer
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.run import train, write_drafter
-from peagle.training.trainer import StepLoader, Trainer
+from peagle.training.trainer import Trainer, load_steps, prefetch
 from peagle.training.validation import AcceptanceCounts, ValidationAcceptance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -416,8 +416,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(home: Path) -> None:
     rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
 
     def load_batches(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
-        feed = StepLoader(rows, cfg, DistributedContext(rank, size), TrainingState())
-        with feed.prefetching() as ready:
+        with prefetch(load_steps(rows, cfg, DistributedContext(rank, size), TrainingState(), None)) as ready:
             return [batch[:2] for _ in range(15) for batch in next(ready)[0]]  # over the end of an epoch
 
     alone = load_batches(runs.recipe(home, gradient_accumulation_steps=2).train, 0, 1)

@@ -15,8 +15,6 @@ on an H200 they were equal to the bit, for one row alone and among 4 to 300.
 With TRITON_INTERPRET=1 set before the import, the launcher takes CPU tensors. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -20,8 +20,6 @@ are not stored. Among so few rows most experts have one or two, so this saves mo
 The interpreter runs plain Triton code in place of the PTX. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ loaded, Triton would pair any two that a thread holds, possibly of different blo
 Shapes as in mxfp4.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ Nothing is read back to the host: a program of a sorted GEMM finds its expert an
 With TRITON_INTERPRET=1 set before the import, the launchers take CPU tensors. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

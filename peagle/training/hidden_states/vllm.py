@@ -40,17 +40,12 @@ REPORT_INTERVAL_S = 10.0
 FILE_TIMEOUT_S = 60.0  # until the file of an answered request must exist
 
 
-def required_layer_ids(target: DecoderConfig, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """The layer ids that vLLM must extract."""
-    return tuple(sorted({*aux_layer_ids, target.num_layers}))
-
-
 class HiddenStatesFiles:
     """Index of a folder: finds the file of a data row by the hash of its tokens."""
 
     def __init__(self, folder: Path, target: DecoderConfig, aux_layer_ids: Sequence[int], max_seq_len: int) -> None:
         self.folder, self.target, self.max_seq_len = folder, target, max_seq_len
-        self.layer_ids = required_layer_ids(target, aux_layer_ids)
+        self.layer_ids = tuple(sorted({*aux_layer_ids, target.num_layers}))  # that vLLM must extract
         if not folder.is_dir():
             raise UserError(f"--vllm-hidden-states {folder}: no such folder")
         self._file_of: dict[str, Path] = {}
