@@ -27,7 +27,7 @@ from torch import Tensor
 
 from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import BLOCK
-from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, decode, row_start
+from peagle.kernels.moe.mxfp4_triton import FOUR_WORDS, HAVE_PTX, decode, row_start
 from peagle.kernels.moe.routing_triton import apply_gate_tile
 from peagle.kernels.triton_utils import pdl_launch_options
 
@@ -68,12 +68,7 @@ def _load_four(at, LOAD: tl.constexpr, ASM: tl.constexpr):
     """Loads 16 bytes as four int32. Not pure: it must not move before the wait for the previous kernel."""
     if ASM:
         return tl.inline_asm_elementwise(
-            LOAD,
-            "=r,=r,=r,=r,l",
-            [at.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
+            LOAD, "=r,=r,=r,=r,l", [at.to(tl.int64)], dtype=FOUR_WORDS, is_pure=False, pack=1
         )
     else:
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
