@@ -39,18 +39,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from peagle import config
 from peagle.checkpoints.tensors import list_merged_tensors
-from peagle.config import (
-    DEFAULT_EPOCHS,
-    MIN_LR_RATIO,
-    MIN_WARMUP_STEPS,
-    MUON_MOMENTUM,
-    MUON_UPDATE_RMS,
-    TRAPEZOID_DECAY_FRACTION,
-    WARMUP_DIVISOR,
-    LrSchedule,
-    TrainConfig,
-)
+from peagle.config import LrSchedule, TrainConfig
 
 ALIGNMENT = 64  # elements
 ADAMW_EPS = 1e-8
@@ -137,11 +128,11 @@ class Muon:
         if grad_scale is not None:
             grad_M.div_(grad_scale)
         torch.where(finite, grad_M, momentum_M, out=grad_M)  # averaging the momentum with itself keeps it
-        momentum_M.lerp_(grad_M, 1 - MUON_MOMENTUM)
-        grad_M.lerp_(momentum_M, MUON_MOMENTUM)
+        momentum_M.lerp_(grad_M, 1 - config.MUON_MOMENTUM)
+        grad_M.lerp_(momentum_M, config.MUON_MOMENTUM)
         for (_, width), views in self.stacks.items():
             torch._foreach_copy_(views, list(orthogonalize(torch.stack(views), self.dtype)))
-            torch._foreach_mul_(views, MUON_UPDATE_RMS * width**0.5)
+            torch._foreach_mul_(views, config.MUON_UPDATE_RMS * width**0.5)
         rate = lr * finite.to(masters_M.dtype)
         masters_M.mul_(1 - rate * self.weight_decay).addcmul_(grad_M, rate, value=-1)
 
@@ -293,11 +284,11 @@ class Schedule:
     def from_config(cls, cfg: TrainConfig, steps_per_epoch: float) -> Schedule:
         steps, epochs = cfg.steps, cfg.epochs
         if steps is None and cfg.minutes is None and epochs is None:
-            epochs = DEFAULT_EPOCHS
+            epochs = config.DEFAULT_EPOCHS
         if epochs is not None:
             epoch_steps = max(1, math.ceil(epochs * steps_per_epoch))
             steps = epoch_steps if steps is None else min(steps, epoch_steps)
-        warmup = cfg.warmup_steps if steps is None else min(cfg.warmup_steps, steps // WARMUP_DIVISOR)
+        warmup = cfg.warmup_steps if steps is None else min(cfg.warmup_steps, steps // config.WARMUP_DIVISOR)
         return cls(cfg.lr, warmup, cfg.lr_schedule, steps, cfg.minutes)
 
     def progress(self, step: int, seconds: float) -> float:
@@ -310,7 +301,7 @@ class Schedule:
         """Of step `step`, counted from 0."""
         by_steps = (step + 1) / max(self.max_warmup_steps, 1)
         # the first step compiles kernels and may take long, so time alone does not end the warm-up
-        by_time = min(WARMUP_DIVISOR * progress, (step + 1) / MIN_WARMUP_STEPS)
+        by_time = min(config.WARMUP_DIVISOR * progress, (step + 1) / config.MIN_WARMUP_STEPS)
         return self.peak_lr * min(1.0, max(by_steps, by_time)) * self._decay_factor(progress)
 
     def _decay_factor(self, progress: float) -> float:
@@ -321,5 +312,5 @@ class Schedule:
         elif self.decay == "linear":
             factor = 1 - progress
         else:
-            factor = min(1.0, (1 - progress) / TRAPEZOID_DECAY_FRACTION)
-        return MIN_LR_RATIO + (1 - MIN_LR_RATIO) * factor
+            factor = min(1.0, (1 - progress) / config.TRAPEZOID_DECAY_FRACTION)
+        return config.MIN_LR_RATIO + (1 - config.MIN_LR_RATIO) * factor

@@ -8,7 +8,7 @@ from typing import Literal
 from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import load_decoder
-from peagle.config import CacheSettings, DrafterConfig, TrainConfig
+from peagle.config import DrafterConfig, TrainConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -168,8 +168,8 @@ def _open_hidden_states(
     online = OnlineHiddenStates(target, drafter.aux_layer_ids)
     if cfg.hidden_states_cache is None:
         return online
-    settings = CacheSettings(cfg.hidden_states_dtype)
-    cache = HiddenStatesCache(Path(cfg.hidden_states_cache), inputs.train_set, online, cfg.max_seq_len, settings)
+    folder, dtype = Path(cfg.hidden_states_cache), cfg.hidden_states_dtype
+    cache = HiddenStatesCache(folder, inputs.train_set, online, cfg.max_seq_len, dtype)
     if world.is_main:
         cache.fill()
     world.barrier()

@@ -63,8 +63,8 @@ def test_counts_equal_the_reference_as_the_drafter_changes(name: str, k: int, mo
     assert second == reference_counts(target, drafter, pairs.prompts(4), k) and second != first
     # fewer blocks than the prompts want: some wait, the counts stay
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.training.validation.VALIDATION_KV_CACHE_BYTES", 1)
-        patch.setattr("peagle.training.validation.VALIDATION_NUM_SEQS", 3)
+        patch.setattr("peagle.config.VALIDATION_KV_CACHE_BYTES", 1)
+        patch.setattr("peagle.config.VALIDATION_NUM_SEQS", 3)
         assert AcceptanceEvaluator(target, EOS, pairs.prompts(4), TOKENS, k).measure(drafter) == second
     evaluator.close()
     assert evaluator.measure(drafter) == second

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.checkpoints.files import read_json, write_json
-from peagle.config import CacheSettings, HiddenStatesDtype
+from peagle.config import CACHE_FORWARD_TOKENS, CACHE_SHARD_BYTES, HiddenStatesDtype
 from peagle.data.batches import PackedBatch, ResponseDataset, pack
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
@@ -93,18 +93,17 @@ class HiddenStatesCache:
         dataset: ResponseDataset,
         online: OnlineHiddenStates,
         max_seq_len: int,
-        settings: CacheSettings | None = None,
+        dtype: HiddenStatesDtype = "bfloat16",
     ) -> None:
-        self.folder, self.online, self.max_seq_len = folder, online, max_seq_len
+        self.folder, self.online, self.max_seq_len, self.dtype = folder, online, max_seq_len, dtype
         self.flag = f"--hidden-states-cache {folder}"
-        self.settings = settings or CacheSettings()
         num_states, width = 1 + len(online.aux_layer_ids), online.target.cfg.layer.hidden_size
-        self.token_bytes = num_states * (2 * width if self.settings.dtype == "bfloat16" else width + 4)
+        self.token_bytes = num_states * (2 * width if dtype == "bfloat16" else width + 4)
         self.epoch = pack(dataset, max_seq_len)
         self.documents = list(documents_in_order(self.epoch))
         self.num_tokens = [len(document.token_ids) for document in self.documents]
         sizes = [self.token_bytes * num_tokens for num_tokens in self.num_tokens]
-        self.shards = list(group_by_size(sizes, self.settings.shard_bytes))  # first and last document
+        self.shards = list(group_by_size(sizes, CACHE_SHARD_BYTES))  # first and last document
         self._locations: dict[str, tuple[int, slice]] = {}  # document key -> shard and its tokens
         for index, (begin, end) in enumerate(self.shards):
             start = 0
@@ -140,8 +139,8 @@ class HiddenStatesCache:
             "--aux-layer-ids": list(self.online.aux_layer_ids),
             "--max-seq-len": self.max_seq_len,  # before the data, whose hash it changes
             "data": hashlib.sha256("".join(d.key for d in self.documents).encode()).hexdigest(),
-            "--hidden-states-dtype": self.settings.dtype,
-            "shard size": self.settings.shard_bytes,
+            "--hidden-states-dtype": self.dtype,
+            "shard size": CACHE_SHARD_BYTES,
         }
         if not path.exists():
             if any(not other.name.startswith(".") for other in self.folder.iterdir()):
@@ -169,12 +168,12 @@ class HiddenStatesCache:
 
     def _write_shard(self, index: int) -> None:
         begin, end = self.shards[index]
-        passes = group_by_size(self.num_tokens[begin:end], self.settings.forward_tokens)
+        passes = group_by_size(self.num_tokens[begin:end], CACHE_FORWARD_TOKENS)
         selected = self.epoch.dataset.selected[begin:end]
         parts: dict[str, list[Tensor]] = {}
         for batch in replace(self.epoch, groups=tuple(selected[first:last] for first, last in passes)):
             states = self.online.states(batch)
-            for name, x in quantize_states(states, self.settings.dtype, len(self.online.aux_layer_ids)).items():
+            for name, x in quantize_states(states, self.dtype, len(self.online.aux_layer_ids)).items():
                 parts.setdefault(name, []).append(x.cpu())
         path = self.shard_path(index)
         unfinished = path.with_name(f".{path.name}.unfinished")

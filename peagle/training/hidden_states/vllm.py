@@ -110,18 +110,14 @@ class VllmHiddenStates:
         for document in online.split_documents(batch):
             path = self.files.find(document)
             assert path is not None, f"no file has the tokens of row {document.row_id!r}"  # see `check`
-            parts.append(self._read_states(path, len(document.token_ids)))
+            num_tokens = len(document.token_ids)
+            with safe_open(path, framework="pt") as handle:
+                rows: Tensor = handle.get_slice("hidden_states")[:num_tokens]
+            # zeros at the last token if the file ends before it
+            parts.append(rows if len(rows) == num_tokens else torch.cat([rows, torch.zeros_like(rows[:1])]))
         states_NLD = copy_to_device(torch.cat(parts), weight.device).to(weight.dtype)
         at = [self.files.layer_ids.index(layer_id) for layer_id in self.aux_layer_ids]
         return TargetHiddenStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
-
-    def _read_states(self, path: Path, num_tokens: int) -> Tensor:
-        """[num_tokens, L, D]; zeros at the last token if the file ends before it."""
-        with safe_open(path, framework="pt") as handle:
-            rows: Tensor = handle.get_slice("hidden_states")[:num_tokens]
-        if len(rows) < num_tokens:
-            rows = torch.cat([rows, torch.zeros_like(rows[:1])])
-        return rows
 
 
 class PrefillServer(EndpointGenerator):
@@ -129,7 +125,7 @@ class PrefillServer(EndpointGenerator):
 
     def _generate(self, request: GenerationRequest) -> GenerationResult:
         body = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
-        self._request_json("POST", "/completions", body)
+        self._post("/completions", body)
         return GenerationResult(request.request_id, [])
 
 
