@@ -245,21 +245,15 @@ class GraphedStep:
         states = self.hidden_states.states(batch)
         loss = DraftLoss(self.drafter, self.target, states, self.cfg, self.position_weight_K)
         forward = DrafterForward(self.drafter, states, batch, self.device)
-        run_forward_backward(loss, forward, [_padded_chunk(inputs, shape)])
+        schedule = LossSchedule(
+            inputs["order"], inputs["teacher_positions"], inputs["position_index"], shape.loss_shape.chunks
+        )
+        if shape.parallel:
+            chain, steps = (inputs["anchor_R"], inputs["depth_R"], inputs["chain_start_R"]), None
+        else:  # EAGLE-3 reads the steps, not the chain tensors
+            chain = (inputs["depth 1"],) * 3
+            continuing = [inputs[f"depth {d}"] for d in range(2, len(shape.chain_positions) + 1)]
+            steps = Eagle3Steps(inputs["depth 1"], continuing, None)
+        links = (inputs["depths"], inputs["previous"], inputs["label"])
+        run_forward_backward(loss, forward, [PaddedChunk(inputs["anchor_A"], *chain, *links, schedule, steps)])
         return loss.metrics_MK[:, :-1]
-
-
-def _padded_chunk(inputs: dict[str, Tensor], shape: GraphShape) -> PaddedChunk:
-    schedule = LossSchedule(
-        inputs["order"], inputs["teacher_positions"], inputs["position_index"], shape.loss_shape.chunks
-    )
-    anchor_A, links = inputs["anchor_A"], (inputs["depths"], inputs["previous"], inputs["label"])
-    if shape.parallel:
-        chain = (inputs["anchor_R"], inputs["depth_R"], inputs["chain_start_R"])
-        return PaddedChunk(anchor_A, *chain, *links, schedule, None)
-    anchor_M = inputs["depth 1"]
-    continuing = [inputs[f"depth {d}"] for d in range(2, len(shape.chain_positions) + 1)]
-    # EAGLE-3 reads the steps, not the chain tensors
-    return PaddedChunk(
-        anchor_A, anchor_M, anchor_M, anchor_M, *links, schedule, Eagle3Steps(anchor_M, continuing, None)
-    )

@@ -15,8 +15,6 @@ text leaves the greedy path: drafts behind that token belong to another text. Th
 Shapes: N tokens of a batch, R positions of any depth, D drafter width, K depths, M metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
