@@ -95,11 +95,8 @@ def _convert_phi3(sources: TensorSources, config: ConfigReader) -> TensorSources
     if rope.partial_rotary_factor == 1.0:
         return sources
     rotary_dim = int(layer.head_dim * rope.partial_rotary_factor)
-    return transform_tensors(
-        sources,
-        lambda name: ".q_proj." in name or ".k_proj." in name,
-        lambda weight: spread_rotary_pairs(weight, layer.head_dim, rotary_dim),
-    )
+    spread = partial(spread_rotary_pairs, head_dim=layer.head_dim, rotary_dim=rotary_dim)
+    return transform_tensors(sources, (".q_proj.", ".k_proj."), spread)
 
 
 def _read_gemma_layer(config: ConfigReader) -> LayerConfig:
@@ -120,10 +117,10 @@ def _convert_gemma3(sources: TensorSources, config: ConfigReader) -> TensorSourc
     """Adds 1 to norm weights, which are stored minus 1, and folds query_pre_attn_scalar into the query norm."""
     head_dim, scalar = read_gemma3_layer(config).head_dim, config.positive("query_pre_attn_scalar")
     sources = select_text_model(sources)
-    sources = transform_tensors(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
+    sources = transform_tensors(sources, ("norm.weight",), lambda w: w.float() + 1)
     if scalar != head_dim:
         scale = (head_dim / scalar) ** 0.5
-        sources = transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * scale)
+        sources = transform_tensors(sources, (".q_norm.weight",), lambda w: w * scale)
     return rename_tensors(sources, GEMMA_NORM_NAMES)
 
 
@@ -178,7 +175,7 @@ def _convert_gemma4(sources: TensorSources, config: ConfigReader) -> TensorSourc
         if layer_type == "full_attention" and config.get("attention_k_eq_v", bool, False):
             keys = {name: source for name, source in sources.items() if name.startswith(prefix)}
             sources |= {name.replace(".k_proj.", ".v_proj."): source for name, source in keys.items()}
-    return transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w.float() * len(w) ** 0.5)
+    return transform_tensors(sources, (".q_norm.weight",), lambda w: w.float() * len(w) ** 0.5)
 
 
 def _read_llama4_layer(config: ConfigReader) -> LayerConfig:
@@ -211,11 +208,8 @@ def _convert_llama4(sources: TensorSources, config: ConfigReader) -> TensorSourc
     """
     layer = _read_llama4_layer(config)
     sources = rename_tensors(select_text_model(sources), {".feed_forward.": ".mlp."})
-    sources = transform_tensors(
-        sources,
-        lambda name: ".q_proj." in name or ".k_proj." in name,
-        lambda weight: deinterleave_rotary_pairs(weight, layer.head_dim),
-    )
+    deinterleave = partial(deinterleave_rotary_pairs, head_dim=layer.head_dim)
+    sources = transform_tensors(sources, (".q_proj.", ".k_proj."), deinterleave)
     for i, own in enumerate(_read_llama4_layers(config, layer)):
         if own.qk_norm:
             names = (f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_norm", "k_norm"))

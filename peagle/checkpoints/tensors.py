@@ -11,7 +11,7 @@ known before weights are read. Loaders fill it, writers invert it, and the valid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -83,10 +83,11 @@ def open_sources(weights: SafetensorsFolder, device: torch.device | str) -> Tens
 
 
 def transform_tensors(
-    sources: TensorSources, selects: Callable[[str], bool], transform: Callable[[Tensor], Tensor]
+    sources: TensorSources, parts: Sequence[str], transform: Callable[[Tensor], Tensor]
 ) -> TensorSources:
-    """Applies a shape-preserving `transform` to the tensors whose names `selects` accepts."""
-    return {n: source.map(transform, source.shape) if selects(n) else source for n, source in sources.items()}
+    """Applies a shape-preserving `transform` to the tensors with one of `parts` in their names."""
+    selected = {name: source for name, source in sources.items() if any(part in name for part in parts)}
+    return sources | {name: source.map(transform, source.shape) for name, source in selected.items()}
 
 
 def rename_tensors(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 
 from peagle import config
@@ -275,21 +274,18 @@ class EndpointGenerator:
             reply = self._http.request("POST", self._path + path, body)
         except RequestFailed as error:
             raise _RetryableError(f"no answer: {error}") from None
-        if reply.status_code != 200:
-            raise self._status_error(reply)
+        if (status := reply.status_code) != 200:
+            message = error_message(reply.content)
+            if status in FATAL_STATUSES:
+                raise UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
+            if status in REJECTED_STATUSES:
+                raise _RequestRejected(status, message)
+            seconds = reply.headers.get("Retry-After", "")
+            raise _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
         try:
             return dict(json.loads(reply.content))
         except (ValueError, TypeError):
             raise _RetryableError(f"the response is not JSON: {reply.content[:80]!r}") from None
-
-    def _status_error(self, reply: httpx.Response) -> Exception:
-        status, message = reply.status_code, error_message(reply.content)
-        if status in FATAL_STATUSES:
-            return UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
-        if status in REJECTED_STATUSES:
-            return _RequestRejected(status, message)
-        seconds = reply.headers.get("Retry-After", "")
-        return _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
 
 
 # Loops

@@ -14,7 +14,6 @@ from peagle.kernels.norm.rms_norm import ResidualStream
 from peagle.models.layers import (
     Attend,
     DecoderLayer,
-    Linear,
     RMSNorm,
     Rope,
     RotaryOrScale,
@@ -50,11 +49,7 @@ class Decoder(nn.Module):
 
     @property
     def ropes(self) -> list[Rope]:
-        return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
-
-    @property
-    def is_quantized(self) -> bool:
-        return any(isinstance(m, Linear) and m.weight_scale is not None for m in self.modules())
+        return [module for module in self.modules() if isinstance(module, Rope)]
 
     def tie_weights(self) -> None:
         """Shares the embedding table with lm_head if the config ties them; call it again after loading weights."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
-from peagle.models.layers import Attend, Rope
+from peagle.models.layers import Attend
 
 ATTENTION_NAME = "peagle"  # under which `attention_forward` is registered
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
@@ -112,13 +112,6 @@ class TransformersDecoder(Decoder):
         if not found:
             raise UserError("its final norm was not found")
         return found[0]
-
-    @property
-    def ropes(self) -> list[Rope]:
-        return []
-
-    def tie_weights(self) -> None:
-        pass
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()

@@ -189,17 +189,15 @@ def _pad_eagle3_steps(out: dict[str, Tensor], chunk: ChainChunk, shape: GraphSha
         end = begin + sizes[depth - 2]
         out["previous"][end : end + len(continuing)] = begin + continuing
         begin = end
-    depths: list[Tensor] = []
-    labels: list[Tensor] = []
-    for depth, (anchor, size) in enumerate(zip(anchors, [shape.num_anchors, *sizes], strict=True)):
-        depth_S = torch.full((size,), padding_depth)
-        depth_S[: len(anchor)] = depth
-        depths.append(depth_S)
-        label_S = torch.empty(size, dtype=torch.long)
-        _pad_with_last(label_S, anchor + depth + 2 if len(anchor) else labels[-1][-1:])
-        labels.append(label_S)
-    out["depths"].copy_(torch.cat(depths))
-    return torch.cat(labels)
+    sizes = [shape.num_anchors, *sizes]
+    out["depths"].fill_(padding_depth)
+    label_position_S = last = torch.empty(sum(sizes), dtype=torch.long)
+    parts = zip(anchors, out["depths"].split(sizes), label_position_S.split(sizes), strict=True)
+    for depth, (anchor, own_depth, label) in enumerate(parts):
+        own_depth[: len(anchor)] = depth
+        _pad_with_last(label, anchor + depth + 2 if len(anchor) else last)
+        last = label[-1:]
+    return label_position_S
 
 
 class GraphedStep:

@@ -302,15 +302,11 @@ class Schedule:
         by_steps = (step + 1) / max(self.max_warmup_steps, 1)
         # the first step compiles kernels and may take long, so time alone does not end the warm-up
         by_time = min(config.WARMUP_DIVISOR * progress, (step + 1) / config.MIN_WARMUP_STEPS)
-        return self.peak_lr * min(1.0, max(by_steps, by_time)) * self._decay_factor(progress)
-
-    def _decay_factor(self, progress: float) -> float:
-        if self.decay == "constant":
-            return 1.0
-        if self.decay == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * progress))
-        elif self.decay == "linear":
-            factor = 1 - progress
-        else:
-            factor = min(1.0, (1 - progress) / config.TRAPEZOID_DECAY_FRACTION)
-        return config.MIN_LR_RATIO + (1 - config.MIN_LR_RATIO) * factor
+        factor = {
+            "constant": 1.0,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+            "linear": 1 - progress,
+            "trapezoid": min(1.0, (1 - progress) / config.TRAPEZOID_DECAY_FRACTION),
+        }[self.decay]
+        decayed = config.MIN_LR_RATIO + (1 - config.MIN_LR_RATIO) * factor
+        return self.peak_lr * min(1.0, max(by_steps, by_time)) * decayed
