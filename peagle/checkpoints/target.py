@@ -23,12 +23,7 @@ from peagle.config import DecoderConfig
 from peagle.errors import UserError, first_line
 from peagle.kernels.attention.dense import causal_attention, masked_attention, sink_attention
 from peagle.models.decoder import Decoder
-from peagle.models.transformers_model import (
-    ATTENTION_NAME,
-    TransformersDecoder,
-    attention_forward,
-    logits_to_keep_kwargs,
-)
+from peagle.models.transformers_model import ATTENTION_NAME, TransformersDecoder, all_logits_kwargs, attention_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -204,7 +199,7 @@ def wrap_and_verify(cfg: DecoderConfig, transformers_model: Any) -> Transformers
     tokens = torch.randint(cfg.vocab_size, (NUM_CHECKED_TOKENS,), generator=generator).to(device)
     positions = torch.arange(NUM_CHECKED_TOKENS, device=device)
     try:
-        options = logits_to_keep_kwargs(transformers_model.forward)
+        options = all_logits_kwargs(transformers_model.forward)
         output = transformers_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         expected = output.logits[0].float()
     except Exception as error:  # model code raises various types

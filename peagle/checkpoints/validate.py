@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from peagle import config
 from peagle.checkpoints.config_reader import is_speculators
 from peagle.checkpoints.drafter import (
     ARCHITECTURES,
@@ -26,13 +27,7 @@ from peagle.checkpoints.drafter import (
 )
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_sizes
-from peagle.config import (
-    VLLM_VERSION,
-    DecoderConfig,
-    DrafterConfig,
-    check_num_speculative_tokens,
-    default_num_speculative_tokens,
-)
+from peagle.config import DecoderConfig, DrafterConfig, check_num_speculative_tokens, default_num_speculative_tokens
 from peagle.errors import UserError
 
 KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
@@ -63,7 +58,7 @@ def inspect_drafter(
     name: str,
     target_folder: Path | None = None,
     target_name: str | None = None,
-    vllm: str = VLLM_VERSION,
+    vllm: str = config.VLLM_VERSION,
     num_speculative_tokens: int | None = None,
 ) -> DrafterReport:
     """Inspects a folder. Raises a UserError only if it is not a checkpoint folder at all."""
@@ -99,8 +94,8 @@ def vllm_model_name(name: str | None, folder: Path | None) -> str:
 def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
     """Returns the value of vLLM's --speculative-config, which needs the method and the parallel_drafting flag."""
     k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if k is None else k)
-    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
-    return {**config, "parallel_drafting": True} if parallel else config
+    values: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
+    return {**values, "parallel_drafting": True} if parallel else values
 
 
 def build_vllm_flags(**options: Any) -> dict[str, str]:

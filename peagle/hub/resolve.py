@@ -128,14 +128,14 @@ def _folder_or_hub(text: str, option: str, names: Sequence[str]) -> Path:
 
 def _build_target(name: str, cache: Path) -> Path:
     """Converts the GGUF of a built-in target, if the cache does not have the result yet."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from peagle.hub.gguf import convert_gguf
-
     target, final = BUILT_IN_TARGETS[name], cache / f"{name}-v{CACHE_VERSION}"
     if target.is_built(final):
         return final
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from peagle.hub.gguf import convert_gguf  # imports torch
+
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # A temporary folder in the cache, on the same file system as the result

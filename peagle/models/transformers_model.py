@@ -59,7 +59,7 @@ def attention_forward(
     return bridge.attend(module.layer_idx, q, k, v, sliding_window, **kwargs)[None], None
 
 
-def logits_to_keep_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
+def all_logits_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
     """Returns arguments that make a model compute logits at every position, which verification needs.
 
     (Without them Gemma 4 takes a path for few positions, which fails where layers share keys but have no inputs.)
@@ -73,7 +73,7 @@ class TransformersDecoder(Decoder):
     def __init__(self, cfg: DecoderConfig, model: Any) -> None:
         nn.Module.__init__(self)
         self.cfg, self.model, self.bridge = cfg, model, AttentionBridge(cfg)
-        self.forward_kwargs = logits_to_keep_kwargs(model.base_model.forward)
+        self.forward_kwargs = all_logits_kwargs(model.base_model.forward)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.bridge = self.bridge

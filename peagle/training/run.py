@@ -21,14 +21,7 @@ from peagle.training.hidden_states.online import HiddenStatesSource, OnlineHidde
 from peagle.training.hidden_states.vllm import VllmHiddenStates
 from peagle.training.memory import auto_chunk_size
 from peagle.training.optimizer import optimizer_bytes
-from peagle.training.recipe import (
-    Recipe,
-    TrainingInputs,
-    load_training_inputs,
-    make_recipe,
-    recipe_differences,
-    training_dtype,
-)
+from peagle.training.recipe import Recipe, TrainingInputs, load_training_inputs, make_recipe, training_dtype
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.trainer import Trainer
 from peagle.training.validation import AcceptanceCounts, AcceptanceEvaluator, ValidationAcceptance, prepare_validation
@@ -53,7 +46,7 @@ def open_run_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
             raise UserError(f"--resume must: {out} holds no run")
     elif resume == "never":
         raise UserError(f"--resume never: {out} holds a run; name a new --out, or remove --resume to resume it")
-    elif changed := recipe_differences(make_recipe(folder.recipe, {}), recipe):
+    elif changed := make_recipe(folder.recipe, {}).changes(recipe):
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(f"--out {out}: holds a run with another recipe: {changed[0]}{more}; name a new --out")
     folder.create()

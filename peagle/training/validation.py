@@ -3,8 +3,6 @@
 The engine is built once. Its KV cache has the size the prompts need, up to a limit. It runs a copy of the drafter in
 the target's dtype, so gradients, training mode and random state of the trained drafter stay untouched. Decoding is
 greedy.
-
-A sharded target is gathered on the main rank for each measurement, if it fits there beside the training.
 """
 
 import gc

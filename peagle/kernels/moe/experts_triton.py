@@ -27,13 +27,7 @@ from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import COLUMN_STEP, PackedWeights
 from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_FEW_ROWS, launch_few_rows
 from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, mxfp4_sums
-from peagle.kernels.moe.routing_triton import (
-    apply_gate_tile,
-    find_tile,
-    permuted_column,
-    sort_pairs,
-    sum_experts_triton,
-)
+from peagle.kernels.moe.routing_triton import find_tile, gate_tile, permuted_column, sort_pairs, sum_experts_triton
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
@@ -146,7 +140,7 @@ def _experts_kernel(
         if PAIRED:
             acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
         else:
-            acc = apply_gate_tile(acc, up, alpha, limit)
+            acc = gate_tile(acc, up, alpha, limit)
             if exponents is not None:
                 acc = tl.where((n < N)[:, None], acc, 0.0)
                 column = permuted_column(n)

@@ -28,7 +28,7 @@ from torch import Tensor
 from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import BLOCK
 from peagle.kernels.moe.mxfp4_triton import FOUR_WORDS, HAVE_PTX, decode, row_start
-from peagle.kernels.moe.routing_triton import apply_gate_tile
+from peagle.kernels.moe.routing_triton import gate_tile
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_FEW_ROWS = 8  # rows of x of one MMA
@@ -261,7 +261,7 @@ def _few_rows_kernel(
                 pair = _find_pair(chosen, 2 * t + second, T, e, CHOSEN)
                 total = sums[2 * eight + second] + own_bias
                 if GLU:
-                    total = apply_gate_tile(total, sums[2 + second] + up_bias, alpha, limit)
+                    total = gate_tile(total, sums[2 + second] + up_bias, alpha, limit)
                 if PAIRED:
                     total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
                 to = y + pair.to(tl.int64) * N + n + 8 * eight

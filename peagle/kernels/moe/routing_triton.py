@@ -96,7 +96,7 @@ def find_tile(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def apply_gate_tile(gate, up, alpha, limit):
+def gate_tile(gate, up, alpha, limit):
     if limit is not None:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

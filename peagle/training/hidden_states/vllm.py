@@ -1,8 +1,5 @@
 """Hidden states written by vLLM servers with the `extract_hidden_states` method and ExampleHiddenStatesConnector.
 
-`vllm_serve_command` is the command of such a server, `request_hidden_states` sends it the rows of a dataset, and
-`VllmHiddenStates` reads the files. Rows that have a file are not sent again.
-
 Each request makes one file, `<request id>.safetensors`: `hidden_states` [tokens, layers, target width], layers in
 ascending order, and `token_ids` [tokens] of the prompt. A data row is sent as a prompt of its token ids, truncated as
 `pack` truncates it, with one token to generate. With `include_output_tokens` the file has the generated tokens too,
