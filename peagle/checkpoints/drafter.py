@@ -17,14 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.config_reader import (
-    ConfigReader,
-    fill_defaults,
-    is_speculators,
-    plain_to_speculators,
-    rope_to_json,
-    speculators_to_plain,
-)
+from peagle.checkpoints import config_reader
+from peagle.checkpoints.config_reader import ConfigReader
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json, save_checkpoint
 from peagle.checkpoints.target import read_target_config
 from peagle.checkpoints.tensors import (
@@ -67,7 +61,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     model_type = values.get("model_type", "llama")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{source}: a {model_type!r} drafter is not supported; supported: {', '.join(ARCHITECTURES)}")
-    config = fill_defaults({**values, "model_type": model_type}, source)
+    config = config_reader.fill_defaults({**values, "model_type": model_type}, source)
     eagle_config = config.section("eagle_config")
     if eagle_config.get("use_aux_hidden_state", bool, True) is False:
         raise UserError(f"{source}: EAGLE-1 drafters (use_aux_hidden_state false) are not supported")
@@ -97,8 +91,8 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
 def read_plain_config(folder: Path) -> dict[str, Any]:
     """Returns the folder's config.json, converted to the plain format if it is in the speculators format."""
     values = read_config_json(folder)
-    if is_speculators(values):
-        return speculators_to_plain(values, folder / "config.json")
+    if config_reader.is_speculators(values):
+        return config_reader.speculators_to_plain(values, folder / "config.json")
     return values
 
 
@@ -245,7 +239,7 @@ def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, An
         "draft_vocab_size": cfg.draft_vocab_size,
         "target_hidden_size": cfg.target_hidden_size,
         "max_position_embeddings": cfg.max_positions,
-        **rope_to_json(cfg.rope),
+        **config_reader.rope_to_json(cfg.rope),
         AUX_LAYER_IDS: list(cfg.aux_layer_ids),
         "num_aux_hidden_states": len(cfg.aux_layer_ids),
         **{name: getattr(cfg, name) for name in NORM_OPTIONS},
@@ -282,7 +276,7 @@ def save_drafter(drafter: Drafter, folder: Path) -> None:
 
 
 def detect_format(folder: Path) -> CheckpointFormat:
-    return "speculators" if is_speculators(read_config_json(folder)) else "plain"
+    return "speculators" if config_reader.is_speculators(read_config_json(folder)) else "plain"
 
 
 def convert_drafter(
@@ -310,7 +304,7 @@ def convert_drafter(
         tensors = {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
     else:
         architectures = read_config_json(target).get("architectures", [])
-        values = plain_to_speculators(values, target_name, architectures, num_speculative_tokens)
+        values = config_reader.plain_to_speculators(values, target_name, architectures, num_speculative_tokens)
 
     save_checkpoint(tensors, values, out)
     return messages

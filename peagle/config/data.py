@@ -12,6 +12,7 @@ LOOP_REPEATED_SHARE = 0.3  # repeated n-grams above which an unfinished response
 LOOP_TAIL_TOKENS = 96  # generation stops if the last tokens repeat the same text three times
 MIN_TOKENS_BEFORE_LOOP = 32  # a looping response with fewer tokens before its loop is dropped
 LEAD_TEMPERATURE = 1.0
+GPU_RESPONSES = 1024  # generated at once on a GPU; more than the engine's default, since latency does not matter
 OPEN_BATCHES = 16  # filled at the same time by packing, so that most documents fit one
 # Rows of a response file whose prompts are checked against the chat template: the first, and every n-th of the others
 CHECKED_ROWS, CHECKED_EVERY = 64, 1000
@@ -76,7 +77,6 @@ class ResponseEngineSettings:
     dtype: str | None = dtype_option()
     max_num_seqs: int | None = option(None, "Maximum concurrent responses.", show_default="by device")
     max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, show_default="the target's limit")
-    gpu_num_seqs: int = 1024  # on a GPU; larger than the engine's default, since latency does not matter
     gpu_memory_utilization: float = option(GPU_MEMORY_UTILIZATION, "Fraction of GPU memory to use.")
     kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache, instead of that fraction.")
 

@@ -24,21 +24,12 @@ from urllib.parse import urlsplit
 
 import torch
 
-from peagle import config
+from peagle import config, http_client
 from peagle.checkpoints.target import eos_ids
 from peagle.config import EndpointSettings, ResponseEngineSettings, SamplingParams
 from peagle.engine.llm import LLM
 from peagle.engine.request import RequestGroup
 from peagle.errors import UserError
-from peagle.http_client import (
-    STATUS_HELP,
-    HttpClient,
-    HttpTimeouts,
-    RequestFailed,
-    error_message,
-    find_model,
-    parse_server_url,
-)
 
 LOOP = "loop"  # finish reason of a looping response
 LOOP_CHECK_INTERVAL = 64  # output tokens between two checks of a running request
@@ -113,17 +104,8 @@ def load_engine_generator(target: Path, settings: ResponseEngineSettings) -> Eng
     if not eos_ids(target):
         raise UserError(f"{target}: config.json and generation_config.json have no eos_token_id, so no response ends")
     on_gpu = (settings.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda")
-    llm = LLM(
-        target,
-        tokenizer=False,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_num_seqs=settings.max_num_seqs or (settings.gpu_num_seqs if on_gpu else None),
-        max_model_len=settings.max_model_len,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-    )
-    return EngineGenerator(llm)
+    max_num_seqs = settings.max_num_seqs or (config.GPU_RESPONSES if on_gpu else None)
+    return EngineGenerator(LLM(target, tokenizer=False, **{**vars(settings), "max_num_seqs": max_num_seqs}))
 
 
 def release_engine_memory() -> None:
@@ -158,12 +140,12 @@ class EndpointGenerator:
         self.max_model_len: int | None = None  # unknown
         self.requests_token_ids = True  # until the server rejects the field
         parts = urlsplit(settings.url if "://" in settings.url else f"http://{settings.url}")
-        base_url = parse_server_url(f"{parts.scheme}://{parts.netloc}", "--endpoint")
+        base_url = http_client.parse_server_url(f"{parts.scheme}://{parts.netloc}", "--endpoint")
         self._path = parts.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
         timeout = settings.timeout_s
-        self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout))
+        self._http = http_client.HttpClient(base_url, http_client.HttpTimeouts(timeout, timeout, timeout))
         self._stop = threading.Event()
-        self.model = settings.model or find_model(self._http, f"--endpoint {base_url}", self._path)
+        self.model = settings.model or http_client.find_model(self._http, f"--endpoint {base_url}", self._path)
         self._executor = ThreadPoolExecutor(settings.concurrency)
         self._pending: dict[Future[GenerationResult], int] = {}  # request ids
         self._num_completed = self._consecutive_errors = 0
@@ -272,12 +254,14 @@ class EndpointGenerator:
     def _post(self, path: str, body: JSON) -> JSON:
         try:
             reply = self._http.request("POST", self._path + path, body)
-        except RequestFailed as error:
+        except http_client.RequestFailed as error:
             raise _RetryableError(f"no answer: {error}") from None
         if (status := reply.status_code) != 200:
-            message = error_message(reply.content)
+            message = http_client.error_message(reply.content)
             if status in FATAL_STATUSES:
-                raise UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
+                raise UserError(
+                    f"--endpoint {self.settings.url}: {status}, {http_client.STATUS_HELP[status]} ({message})"
+                )
             if status in REJECTED_STATUSES:
                 raise _RequestRejected(status, message)
             seconds = reply.headers.get("Retry-After", "")

@@ -29,8 +29,6 @@ Shapes: P elements of the flat buffer, A of them updated by AdamW, M by Muon; B 
 r <= c.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ from torch import Tensor, nn
 
 from peagle import config
 from peagle.checkpoints.tensors import list_merged_tensors
-from peagle.config import LrSchedule, TrainConfig
+from peagle.config import TrainConfig
 
 ALIGNMENT = 64  # elements
 ADAMW_EPS = 1e-8
@@ -259,7 +257,6 @@ def _move_gradient(parameter: Tensor, into: Tensor) -> None:
     parameter.grad = None
 
 
-@dataclass(frozen=True)
 class Schedule:
     """Progress of a run and its learning rate.
 
@@ -274,27 +271,21 @@ class Schedule:
         linear     the same, linearly              constant   no decay
     """
 
-    peak_lr: float
-    max_warmup_steps: int
-    decay: LrSchedule
-    steps: int | None
-    minutes: float | None
-
-    @classmethod
-    def from_config(cls, cfg: TrainConfig, steps_per_epoch: float) -> Schedule:
-        steps, epochs = cfg.steps, cfg.epochs
+    def __init__(self, cfg: TrainConfig, steps_per_epoch: float) -> None:
+        self.cfg, steps, epochs = cfg, cfg.steps, cfg.epochs
         if steps is None and cfg.minutes is None and epochs is None:
             epochs = config.DEFAULT_EPOCHS
         if epochs is not None:
             epoch_steps = max(1, math.ceil(epochs * steps_per_epoch))
             steps = epoch_steps if steps is None else min(steps, epoch_steps)
-        warmup = cfg.warmup_steps if steps is None else min(cfg.warmup_steps, steps // config.WARMUP_DIVISOR)
-        return cls(cfg.lr, warmup, cfg.lr_schedule, steps, cfg.minutes)
+        self.steps, self.max_warmup_steps = steps, cfg.warmup_steps
+        if steps is not None:
+            self.max_warmup_steps = min(cfg.warmup_steps, steps // config.WARMUP_DIVISOR)
 
     def progress(self, step: int, seconds: float) -> float:
         """0 at the start, 1 at the end."""
         shares = [step / self.steps] if self.steps is not None else []
-        shares += [seconds / (60 * self.minutes)] if self.minutes is not None else []
+        shares += [seconds / (60 * self.cfg.minutes)] if self.cfg.minutes is not None else []
         return min(1.0, max(shares))
 
     def learning_rate(self, step: int, progress: float) -> float:
@@ -307,6 +298,6 @@ class Schedule:
             "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
             "linear": 1 - progress,
             "trapezoid": min(1.0, (1 - progress) / config.TRAPEZOID_DECAY_FRACTION),
-        }[self.decay]
+        }[self.cfg.lr_schedule]
         decayed = config.MIN_LR_RATIO + (1 - config.MIN_LR_RATIO) * factor
-        return self.peak_lr * min(1.0, max(by_steps, by_time)) * decayed
+        return self.cfg.lr * min(1.0, max(by_steps, by_time)) * decayed

@@ -149,7 +149,7 @@ class TrainingInputs:
     def schedule(self, num_gpus: int) -> Schedule:
         cfg = self.recipe.train
         step_tokens = cfg.batch_tokens * cfg.gradient_accumulation_steps * num_gpus
-        return Schedule.from_config(cfg, self.train_set.num_tokens / step_tokens)
+        return Schedule(cfg, self.train_set.num_tokens / step_tokens)
 
     def validation_prompts(self) -> list[list[int]]:
         """The distinct first prompts of the validation conversations."""
