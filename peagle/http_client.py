@@ -161,13 +161,13 @@ class HttpClient:
                 self.abort()
 
 
-def find_model(client: HttpClient, flag: str) -> str:
+def find_model(client: HttpClient, flag: str, path: str = "/v1") -> str:
     """The only model of a server. Error messages start with `flag`."""
     try:
-        reply = client.request("GET", "/v1/models")
+        reply = client.request("GET", f"{path}/models")
         if reply.status_code != 200:
             detail = f"{STATUS_HELP.get(reply.status_code, '')} ({error_message(reply.content)})"
-            raise UserError(f"{flag}/v1/models: {reply.status_code}, {detail}")
+            raise UserError(f"{flag}{path}/models: {reply.status_code}, {detail}")
         names = [str(model["id"]) for model in json.loads(reply.content)["data"]]
     except RequestFailed as error:
         raise UserError(f"{flag}: {error}") from None

@@ -17,7 +17,7 @@ import dense_reference as dense
 import torch
 
 from peagle.checkpoints.drafter import load_drafter, save_drafter
-from peagle.checkpoints.files import write_folder, write_json, write_weights
+from peagle.checkpoints.files import save_checkpoint
 from peagle.checkpoints.target import load_decoder
 from peagle.checkpoints.tensors import build_layout, split_parameters
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig
@@ -179,12 +179,8 @@ def save_target(model: Decoder, folder: Path) -> None:
         "dtype": "bfloat16",
     }
     tensors = split_parameters(model, build_layout(model, cfg.layer))
-
-    def write(into: Path) -> None:
-        write_weights({n if n.startswith("lm_head") else f"model.{n}": t for n, t in tensors.items()}, into)
-        write_json(values, into / "config.json")
-
-    write_folder(folder, write)
+    named = {n if n.startswith("lm_head") else f"model.{n}": t for n, t in tensors.items()}
+    save_checkpoint(named, values, folder)
 
 
 def main() -> None:

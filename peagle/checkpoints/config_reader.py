@@ -22,14 +22,8 @@ MAX_LAYERS = 1024
 SPECULATORS_VERSION = "0.9.0"  # of the format that is written
 MODEL_TYPES = ("peagle", "eagle3")
 TOP_LEVEL_FIELDS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "eagle_aux_hidden_state_layer_ids",
-    "mask_token_id",
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    *("eagle_aux_hidden_state_layer_ids", "mask_token_id"),
 )
 PLAIN_ONLY = (*MASK_TOKEN_ID_KEYS, "architectures", "dtype", "torch_dtype")
 
@@ -95,14 +89,8 @@ class ConfigReader:
     def max_positions(self) -> int:
         return self.size("max_position_embeddings", maximum=2**31 - 1)
 
-    def read_layer(
-        self,
-        qk_norm: bool = False,
-        qkv_bias: bool | None = None,
-        out_bias: bool | None = None,
-        mlp_bias: bool | None = None,
-    ) -> LayerConfig:
-        """Biases that are None follow from the fields `attention_bias` and `mlp_bias`."""
+    def read_layer(self, qk_norm: bool = False, **biases: Any) -> LayerConfig:
+        """`biases` are those of LayerConfig that do not follow from the fields `attention_bias` and `mlp_bias`."""
         attention_bias = self.get("attention_bias", bool, False)
         heads, hidden_size = self.size("num_attention_heads"), self.size("hidden_size")
         kv_heads = self.size("num_key_value_heads", heads)
@@ -116,18 +104,19 @@ class ConfigReader:
         activation = self.get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
             raise self.error(f"hidden_act {activation!r} is not supported; supported: silu")
-        return LayerConfig(
+        layer = LayerConfig(
             hidden_size=hidden_size,
             intermediate_size=self.size("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=self.positive("rms_norm_eps", 1e-6),
-            qkv_bias=attention_bias if qkv_bias is None else qkv_bias,
-            out_bias=attention_bias if out_bias is None else out_bias,
-            mlp_bias=self.get("mlp_bias", bool, False) if mlp_bias is None else mlp_bias,
+            qkv_bias=attention_bias,
+            out_bias=attention_bias,
+            mlp_bias=self.get("mlp_bias", bool, False),
             qk_norm=qk_norm,
         )
+        return replace(layer, **biases)
 
     def read_experts(self, size_field: str, **options: Any) -> ExpertsConfig:
         """`size_field` names the intermediate size of one expert. The number of experts has two names in use."""

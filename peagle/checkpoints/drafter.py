@@ -17,14 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from peagle.checkpoints.config_reader import (
-    ConfigReader,
-    fill_defaults,
-    is_speculators,
-    plain_to_speculators,
-    rope_to_json,
-    speculators_to_plain,
-)
+from peagle.checkpoints import config_reader
+from peagle.checkpoints.config_reader import ConfigReader
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json, save_checkpoint
 from peagle.checkpoints.target import read_target_config
 from peagle.checkpoints.tensors import (
@@ -41,6 +35,7 @@ from peagle.models.drafter import Drafter
 
 ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NORM_OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # fields of DrafterConfig, and JSON
 CheckpointFormat = Literal["plain", "speculators"]
 
 
@@ -66,13 +61,15 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
     model_type = values.get("model_type", "llama")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UserError(f"{source}: a {model_type!r} drafter is not supported; supported: {', '.join(ARCHITECTURES)}")
-    config = fill_defaults({**values, "model_type": model_type}, source)
+    config = config_reader.fill_defaults({**values, "model_type": model_type}, source)
     eagle_config = config.section("eagle_config")
     if eagle_config.get("use_aux_hidden_state", bool, True) is False:
         raise UserError(f"{source}: EAGLE-1 drafters (use_aux_hidden_state false) are not supported")
     num_layers, vocab = config.size("num_hidden_layers"), config.size("vocab_size")
     layer = config.read_layer(qk_norm=model_type == "qwen3")
     windows = config.read_windows(num_layers)
+    norms = {name: config.get(name, bool, False) for name in NORM_OPTIONS}
+    norms["norm_before_fc"] = eagle_config.get("norm_before_fc", bool, norms["norm_before_fc"])
     names = {module_tensor_name(name) for name in SafetensorsFolder(folder).shapes}
     return DrafterConfig(
         vocab_size=vocab,
@@ -84,10 +81,7 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
         target_hidden_size=config.size("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_read_aux_layer_ids(config, eagle_config, target),
         mask_token_id=_read_mask_token_id(values, source, parallel="mask_hidden" in names, vocab=vocab),
-        fc_norm=config.get("fc_norm", bool, False),
-        norm_before_fc=eagle_config.get("norm_before_fc", bool, config.get("norm_before_fc", bool, False)),
-        norm_before_residual=config.get("norm_before_residual", bool, False),
-        norm_output=config.get("norm_output", bool, False),
+        **norms,
         own_embeddings="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         windows=windows if any(windows) else (),
@@ -97,8 +91,8 @@ def read_drafter_config(folder: Path, target: DecoderConfig | None = None) -> Dr
 def read_plain_config(folder: Path) -> dict[str, Any]:
     """Returns the folder's config.json, converted to the plain format if it is in the speculators format."""
     values = read_config_json(folder)
-    if is_speculators(values):
-        return speculators_to_plain(values, folder / "config.json")
+    if config_reader.is_speculators(values):
+        return config_reader.speculators_to_plain(values, folder / "config.json")
     return values
 
 
@@ -245,13 +239,10 @@ def build_drafter_config(cfg: DrafterConfig, dtype: torch.dtype) -> dict[str, An
         "draft_vocab_size": cfg.draft_vocab_size,
         "target_hidden_size": cfg.target_hidden_size,
         "max_position_embeddings": cfg.max_positions,
-        **rope_to_json(cfg.rope),
+        **config_reader.rope_to_json(cfg.rope),
         AUX_LAYER_IDS: list(cfg.aux_layer_ids),
         "num_aux_hidden_states": len(cfg.aux_layer_ids),
-        "norm_before_residual": cfg.norm_before_residual,
-        "norm_before_fc": cfg.norm_before_fc,
-        "fc_norm": cfg.fc_norm,
-        "norm_output": cfg.norm_output,
+        **{name: getattr(cfg, name) for name in NORM_OPTIONS},
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -285,7 +276,7 @@ def save_drafter(drafter: Drafter, folder: Path) -> None:
 
 
 def detect_format(folder: Path) -> CheckpointFormat:
-    return "speculators" if is_speculators(read_config_json(folder)) else "plain"
+    return "speculators" if config_reader.is_speculators(read_config_json(folder)) else "plain"
 
 
 def convert_drafter(
@@ -313,7 +304,7 @@ def convert_drafter(
         tensors = {plain_tensor_name(name): tensor for name, tensor in tensors.items()}
     else:
         architectures = read_config_json(target).get("architectures", [])
-        values = plain_to_speculators(values, target_name, architectures, num_speculative_tokens)
+        values = config_reader.plain_to_speculators(values, target_name, architectures, num_speculative_tokens)
 
     save_checkpoint(tensors, values, out)
     return messages

@@ -11,19 +11,9 @@ from typing import Any
 
 import torch
 
+from peagle.checkpoints import tensors
 from peagle.checkpoints.config_reader import ConfigReader, build_transformers_config, fill_defaults
-from peagle.checkpoints.tensors import (
-    TensorSource,
-    TensorSources,
-    deinterleave_rotary_pairs,
-    dequantize_fp8,
-    rename_tensors,
-    select_text_model,
-    split_experts,
-    split_rows,
-    spread_rotary_pairs,
-    transform_tensors,
-)
+from peagle.checkpoints.tensors import TensorSource, TensorSources
 from peagle.config import AttentionTemperature, DecoderConfig, LayerConfig, RopeConfig
 from peagle.errors import UserError
 from peagle.kernels.moe.mxfp4 import BLOCK
@@ -90,16 +80,13 @@ def _convert_phi3(sources: TensorSources, config: ConfigReader) -> TensorSources
     layer, rope = _read_unbiased_layer(config), config.read_rope(of_target=True)
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     mlp = layer.intermediate_size
-    sources = split_rows(sources, ".qkv_proj.", {"q_proj": q, "k_proj": kv, "v_proj": kv})
-    sources = split_rows(sources, ".gate_up_proj.", {"gate_proj": mlp, "up_proj": mlp})
+    sources = tensors.split_rows(sources, ".qkv_proj.", {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    sources = tensors.split_rows(sources, ".gate_up_proj.", {"gate_proj": mlp, "up_proj": mlp})
     if rope.partial_rotary_factor == 1.0:
         return sources
     rotary_dim = int(layer.head_dim * rope.partial_rotary_factor)
-    return transform_tensors(
-        sources,
-        lambda name: ".q_proj." in name or ".k_proj." in name,
-        lambda weight: spread_rotary_pairs(weight, layer.head_dim, rotary_dim),
-    )
+    spread = partial(tensors.spread_rotary_pairs, head_dim=layer.head_dim, rotary_dim=rotary_dim)
+    return tensors.transform(sources, (".q_proj.", ".k_proj."), spread)
 
 
 def _read_gemma_layer(config: ConfigReader) -> LayerConfig:
@@ -119,12 +106,12 @@ def read_gemma3_layer(config: ConfigReader) -> LayerConfig:
 def _convert_gemma3(sources: TensorSources, config: ConfigReader) -> TensorSources:
     """Adds 1 to norm weights, which are stored minus 1, and folds query_pre_attn_scalar into the query norm."""
     head_dim, scalar = read_gemma3_layer(config).head_dim, config.positive("query_pre_attn_scalar")
-    sources = select_text_model(sources)
-    sources = transform_tensors(sources, lambda name: name.endswith("norm.weight"), lambda w: w.float() + 1)
+    sources = tensors.select_text_model(sources)
+    sources = tensors.transform(sources, ("norm.weight",), lambda w: w.float() + 1)
     if scalar != head_dim:
         scale = (head_dim / scalar) ** 0.5
-        sources = transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w * scale)
-    return rename_tensors(sources, GEMMA_NORM_NAMES)
+        sources = tensors.transform(sources, (".q_norm.weight",), lambda w: w * scale)
+    return tensors.rename(sources, GEMMA_NORM_NAMES)
 
 
 def read_gemma4_layer(config: ConfigReader) -> LayerConfig:
@@ -172,13 +159,13 @@ def _convert_gemma4(sources: TensorSources, config: ConfigReader) -> TensorSourc
     Gemma 4 does not scale attention scores; the query norm is multiplied by the scale's inverse. Unlike in Gemma 3,
     norm weights are stored without an offset.
     """
-    sources = rename_tensors(select_text_model(sources), GEMMA_NORM_NAMES)
+    sources = tensors.rename(tensors.select_text_model(sources), GEMMA_NORM_NAMES)
     for i, layer_type in enumerate(config.values["layer_types"]):
         prefix = f"model.layers.{i}.self_attn.k_proj."
         if layer_type == "full_attention" and config.get("attention_k_eq_v", bool, False):
             keys = {name: source for name, source in sources.items() if name.startswith(prefix)}
             sources |= {name.replace(".k_proj.", ".v_proj."): source for name, source in keys.items()}
-    return transform_tensors(sources, lambda name: name.endswith(".q_norm.weight"), lambda w: w.float() * len(w) ** 0.5)
+    return tensors.transform(sources, (".q_norm.weight",), lambda w: w.float() * len(w) ** 0.5)
 
 
 def _read_llama4_layer(config: ConfigReader) -> LayerConfig:
@@ -210,17 +197,14 @@ def _convert_llama4(sources: TensorSources, config: ConfigReader) -> TensorSourc
     weights are all 1.
     """
     layer = _read_llama4_layer(config)
-    sources = rename_tensors(select_text_model(sources), {".feed_forward.": ".mlp."})
-    sources = transform_tensors(
-        sources,
-        lambda name: ".q_proj." in name or ".k_proj." in name,
-        lambda weight: deinterleave_rotary_pairs(weight, layer.head_dim),
-    )
+    sources = tensors.rename(tensors.select_text_model(sources), {".feed_forward.": ".mlp."})
+    deinterleave = partial(tensors.deinterleave_rotary_pairs, head_dim=layer.head_dim)
+    sources = tensors.transform(sources, (".q_proj.", ".k_proj."), deinterleave)
     for i, own in enumerate(_read_llama4_layers(config, layer)):
         if own.qk_norm:
             names = (f"model.layers.{i}.self_attn.{name}.weight" for name in ("q_norm", "k_norm"))
             sources |= dict.fromkeys(names, TensorSource((layer.head_dim,), lambda: torch.ones(layer.head_dim)))
-    return split_experts(sources, interleaved=False)
+    return tensors.split_experts(sources, interleaved=False)
 
 
 GEMMA3 = Family("gemma3_text", read_gemma3_layer, _convert_gemma3, scale_embeddings=True)
@@ -244,14 +228,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _read_qwen3_moe_layer,
-        lambda sources, _: rename_tensors(sources, {".mlp.gate.": ".mlp.router."}),
+        lambda sources, _: tensors.rename(sources, {".mlp.gate.": ".mlp.router."}),
         sliding_by_default=True,
     ),
     "Phi3ForCausalLM": Family(
         "phi3", _read_unbiased_layer, _convert_phi3, sliding_by_default=True, partial_rotary=True
     ),
     "GptOssForCausalLM": Family(
-        "gpt_oss", _read_gpt_oss_layer, lambda sources, _: split_experts(sources), quant_methods=(FP8, MXFP4)
+        "gpt_oss", _read_gpt_oss_layer, lambda sources, _: tensors.split_experts(sources), quant_methods=(FP8, MXFP4)
     ),
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3,
@@ -309,9 +293,9 @@ def convert_weights(
     family = get_family(values, source)
     assert family is not None
     if _read_quant_method(values, source, family) == FP8:
-        sources = dequantize_fp8(sources, tuple(values["quantization_config"]["weight_block_size"]))
+        sources = tensors.dequantize_fp8(sources, tuple(values["quantization_config"]["weight_block_size"]))
     if keep_mxfp4:
-        return split_experts(sources, keep_mxfp4=True)
+        return tensors.split_experts(sources, keep_mxfp4=True)
     return family.convert_weights(sources, read_text_config(values, source, family))
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,9 @@ class SafetensorsFolder:
 
 def save_checkpoint(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
     """Writes weights and config.json to a new folder."""
-
-    def write(into: Path) -> None:
-        write_weights(tensors, into)
-        write_json(config, into / "config.json")
-
-    write_folder(folder, write)
+    with new_folder(folder) as unfinished:
+        write_weights(tensors, unfinished)
+        write_json(config, unfinished / "config.json")
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -147,15 +144,16 @@ def write_json(value: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Calls `fill` with a temporary folder and renames it to `folder`, which must not exist or be empty."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder`, which must not exist or be empty, at the end of the block."""
     folder = Path(os.path.abspath(folder))  # "." has no name to derive the temporary one from
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists already and is not empty; give a new folder")
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
-        fill(unfinished)
+        yield unfinished
         if folder.exists():
             folder.rmdir()
         unfinished.rename(folder)

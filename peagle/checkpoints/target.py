@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,7 @@ from peagle.config import DecoderConfig
 from peagle.errors import UserError, first_line
 from peagle.kernels.attention.dense import causal_attention, masked_attention, sink_attention
 from peagle.models.decoder import Decoder
-from peagle.models.transformers_model import (
-    ATTENTION_NAME,
-    TransformersDecoder,
-    attention_forward,
-    logits_to_keep_kwargs,
-)
+from peagle.models.transformers_model import ATTENTION_NAME, TransformersDecoder, all_logits_kwargs, attention_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -196,24 +191,6 @@ def extract_text_model(model: Any) -> Any:
     return text
 
 
-@dataclass
-class _ChunkedPrefillAttention:
-    """Attention over one sequence that arrives in several passes; keeps keys and values per layer."""
-
-    cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
-    ) -> Tensor:
-        if layer in self.cache:
-            k, v = (torch.cat(pair) for pair in zip(self.cache[layer], (k, v), strict=True))
-        self.cache[layer] = k, v
-        rows, keys = torch.arange(len(k) - len(q), len(k)), torch.arange(len(k))
-        distance = (rows[:, None] - keys).to(q.device)
-        visible = (distance >= 0) & (distance < (window or len(k)))
-        return masked_attention(q, k, v, visible) if sinks is None else sink_attention(q, k, v, visible, sinks)
-
-
 @torch.inference_mode()
 def wrap_and_verify(cfg: DecoderConfig, transformers_model: Any) -> TransformersDecoder:
     """Replaces the model's attention by ours; raises a UserError if that changes its logits."""
@@ -222,7 +199,7 @@ def wrap_and_verify(cfg: DecoderConfig, transformers_model: Any) -> Transformers
     tokens = torch.randint(cfg.vocab_size, (NUM_CHECKED_TOKENS,), generator=generator).to(device)
     positions = torch.arange(NUM_CHECKED_TOKENS, device=device)
     try:
-        options = logits_to_keep_kwargs(transformers_model.forward)
+        options = all_logits_kwargs(transformers_model.forward)
         output = transformers_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         expected = output.logits[0].float()
     except Exception as error:  # model code raises various types
@@ -231,12 +208,23 @@ def wrap_and_verify(cfg: DecoderConfig, transformers_model: Any) -> Transformers
     model = TransformersDecoder(cfg, transformers_model)
     if getattr(model.lm_head, "bias", None) is not None:
         raise UserError("its head has a bias")
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend_chunk(layer: int, q: Tensor, k: Tensor, v: Tensor, window: Any, sinks: Tensor | None = None) -> Tensor:
+        """Keeps keys and values per layer for the next chunk."""
+        if layer in cache:
+            k, v = (torch.cat(pair) for pair in zip(cache[layer], (k, v), strict=True))
+        cache[layer] = k, v
+        distance = (torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))).to(q.device)
+        visible = (distance >= 0) & (distance < (window or len(k)))
+        return masked_attention(q, k, v, visible) if sinks is None else sink_attention(q, k, v, visible, sinks)
+
     try:
         whole = model.compute_logits(model(tokens, positions, causal_attention)[0])
         windows = tuple(model.bridge.windows.get(i, -1) for i in range(cfg.num_layers))
-        attention, half = _ChunkedPrefillAttention(), NUM_CHECKED_TOKENS // 2
+        half = NUM_CHECKED_TOKENS // 2
         chunks = [
-            model.compute_logits(model(tokens[rows], positions[rows], attention)[0])
+            model.compute_logits(model(tokens[rows], positions[rows], attend_chunk)[0])
             for rows in (slice(half), slice(half, None))
         ]
     except (RuntimeError, TypeError, KeyError, IndexError) as error:

@@ -11,7 +11,7 @@ known before weights are read. Loaders fill it, writers invert it, and the valid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -82,14 +82,13 @@ def open_sources(weights: SafetensorsFolder, device: torch.device | str) -> Tens
     return {name: source(name) for name in weights.shapes if not name.endswith("rotary_emb.inv_freq")}
 
 
-def transform_tensors(
-    sources: TensorSources, selects: Callable[[str], bool], transform: Callable[[Tensor], Tensor]
-) -> TensorSources:
-    """Applies a shape-preserving `transform` to the tensors whose names `selects` accepts."""
-    return {n: source.map(transform, source.shape) if selects(n) else source for n, source in sources.items()}
+def transform(sources: TensorSources, parts: Sequence[str], change: Callable[[Tensor], Tensor]) -> TensorSources:
+    """Applies a shape-preserving `change` to the tensors with one of `parts` in their names."""
+    selected = {name: source for name, source in sources.items() if any(part in name for part in parts)}
+    return sources | {name: source.map(change, source.shape) for name, source in selected.items()}
 
 
-def rename_tensors(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
+def rename(sources: TensorSources, parts: Mapping[str, str]) -> TensorSources:
     """Replaces parts of names, old to new. A tensor whose new part is "" is dropped."""
     out: TensorSources = {}
     for name, source in sources.items():
@@ -103,7 +102,7 @@ def rename_tensors(sources: TensorSources, parts: Mapping[str, str]) -> TensorSo
 
 def select_text_model(sources: TensorSources) -> TensorSources:
     """Drops the vision and audio tensors of a multimodal model and renames the text model's."""
-    return rename_tensors(sources, dict.fromkeys(VISION_AND_AUDIO, "") | TEXT_MODEL_NAMES)
+    return rename(sources, dict.fromkeys(VISION_AND_AUDIO, "") | TEXT_MODEL_NAMES)
 
 
 def split_rows(sources: TensorSources, merged: str, parts: Mapping[str, int]) -> TensorSources:

@@ -12,30 +12,16 @@ from typing import Any
 
 import torch
 
+from peagle import config
+from peagle.checkpoints import drafter
 from peagle.checkpoints.config_reader import is_speculators
-from peagle.checkpoints.drafter import (
-    ARCHITECTURES,
-    AUX_LAYER_IDS,
-    build_t2d,
-    find_d2t_problems,
-    find_fit_problems,
-    find_tensor_problems,
-    read_drafter_config,
-    read_mask_token_ids,
-    read_plain_config,
-)
+from peagle.checkpoints.drafter import AUX_LAYER_IDS
 from peagle.checkpoints.files import SafetensorsFolder, read_config_json
 from peagle.checkpoints.target import eos_ids, has_tokenizer, load_tokenizer, read_target_sizes
-from peagle.config import (
-    VLLM_VERSION,
-    DecoderConfig,
-    DrafterConfig,
-    check_num_speculative_tokens,
-    default_num_speculative_tokens,
-)
+from peagle.config import DecoderConfig, DrafterConfig, check_num_speculative_tokens, default_num_speculative_tokens
 from peagle.errors import UserError
 
-KNOWN_ARCHITECTURES = (*ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
+KNOWN_ARCHITECTURES = (*drafter.ARCHITECTURES.values(), "Eagle3LlamaForCausalLM", "PeagleLlamaForCausalLM")
 # Targets for which vLLM, up to VLLM_VERSION, cannot extract auxiliary hidden states.
 NO_AUX_HIDDEN_STATES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 # Beginnings of findings with which vLLM still works.
@@ -63,25 +49,25 @@ def inspect_drafter(
     name: str,
     target_folder: Path | None = None,
     target_name: str | None = None,
-    vllm: str = VLLM_VERSION,
+    vllm: str = config.VLLM_VERSION,
     num_speculative_tokens: int | None = None,
 ) -> DrafterReport:
     """Inspects a folder. Raises a UserError only if it is not a checkpoint folder at all."""
     version = parse_version(vllm)
-    raw, values, weights = read_config_json(folder), read_plain_config(folder), SafetensorsFolder(folder)
+    raw, values, weights = read_config_json(folder), drafter.read_plain_config(folder), SafetensorsFolder(folder)
     target = read_target_sizes(target_folder) if target_folder is not None else None
     facts = {"drafter": f"{name} ({'speculators' if is_speculators(raw) else 'plain'} format)"}
     try:
-        cfg = read_drafter_config(folder, target)
+        cfg = drafter.read_drafter_config(folder, target)
     except UserError as error:
         findings = [str(error).removeprefix(f"{folder / 'config.json'}: "), *_find_bad_values(weights)]
         return DrafterReport(facts, "none: fix the findings first", findings)
-    found = find_tensor_problems(cfg, weights.shapes) + _find_bad_values(weights)
+    found = drafter.find_tensor_problems(cfg, weights.shapes) + _find_bad_values(weights)
     found += _find_vocab_map_problems(cfg, weights, version)
     found += _find_misread_fields(raw, values, cfg, version)
     found += _find_newer_features(cfg, is_speculators(raw), version)
     if target is not None and target_folder is not None:
-        found += find_fit_problems(cfg, target)
+        found += drafter.find_fit_problems(cfg, target)
         found += _find_target_problems(cfg, target, target_folder)
     speculative = build_speculative_config(vllm_model_name(name, folder), num_speculative_tokens, cfg.parallel)
     options = ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
@@ -99,8 +85,8 @@ def vllm_model_name(name: str | None, folder: Path | None) -> str:
 def build_speculative_config(drafter: str, k: int | None, parallel: bool) -> dict[str, Any]:
     """Returns the value of vLLM's --speculative-config, which needs the method and the parallel_drafting flag."""
     k = check_num_speculative_tokens(default_num_speculative_tokens(parallel) if k is None else k)
-    config: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
-    return {**config, "parallel_drafting": True} if parallel else config
+    values: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": k}
+    return {**values, "parallel_drafting": True} if parallel else values
 
 
 def build_vllm_flags(**options: Any) -> dict[str, str]:
@@ -150,11 +136,11 @@ def _find_vocab_map_problems(cfg: DrafterConfig, weights: SafetensorsFolder, ver
     d2t = weights["d2t"]
     if d2t.dtype != torch.int64:
         return [f"d2t is {str(d2t.dtype).removeprefix('torch.')}, expected int64"]
-    if found := find_d2t_problems(cfg, d2t):
+    if found := drafter.find_d2t_problems(cfg, d2t):
         return found
     if not cfg.reduced_vocab:
         return ["d2t in a full-vocabulary drafter: vLLM 0.30 and newer reject it"] if version >= (0, 30) else []
-    matches = "t2d" not in weights or torch.equal(weights["t2d"].bool(), build_t2d(d2t, cfg.vocab_size))
+    matches = "t2d" not in weights or torch.equal(weights["t2d"].bool(), drafter.build_t2d(d2t, cfg.vocab_size))
     return [] if matches else ["t2d does not match d2t"]
 
 
@@ -183,7 +169,7 @@ def _find_misread_fields(
         theta, nested = values.get("rope_theta"), (values.get("rope_parameters") or {}).get("rope_theta")
         if theta is not None and nested is not None and theta != nested:
             found.append(f"rope_theta is {theta}, but {nested} in rope_parameters: readers differ in which they use")
-        given = list(read_mask_token_ids(values))
+        given = list(drafter.read_mask_token_ids(values))
         if cfg.parallel and version < (0, 28) and not {"pard_token", "ptd_token_id"} & set(given):
             names = " and ".join(given)
             found.append(f"mask token id only as {names}: vLLM {_dotted(version)} reads pard_token or ptd_token_id")

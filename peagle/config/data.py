@@ -12,6 +12,10 @@ LOOP_REPEATED_SHARE = 0.3  # repeated n-grams above which an unfinished response
 LOOP_TAIL_TOKENS = 96  # generation stops if the last tokens repeat the same text three times
 MIN_TOKENS_BEFORE_LOOP = 32  # a looping response with fewer tokens before its loop is dropped
 LEAD_TEMPERATURE = 1.0
+GPU_RESPONSES = 1024  # generated at once on a GPU; more than the engine's default, since latency does not matter
+OPEN_BATCHES = 16  # filled at the same time by packing, so that most documents fit one
+# Rows of a response file whose prompts are checked against the chat template: the first, and every n-th of the others
+CHECKED_ROWS, CHECKED_EVERY = 64, 1000
 MAX_VARIED_PROMPT_TOKENS = 256  # that the target may add to the start of a prompt
 
 
@@ -73,7 +77,6 @@ class ResponseEngineSettings:
     dtype: str | None = dtype_option()
     max_num_seqs: int | None = option(None, "Maximum concurrent responses.", show_default="by device")
     max_model_len: int | None = option(None, MAX_MODEL_LEN_HELP, show_default="the target's limit")
-    gpu_num_seqs: int = 1024  # on a GPU; larger than the engine's default, since latency does not matter
     gpu_memory_utilization: float = option(GPU_MEMORY_UTILIZATION, "Fraction of GPU memory to use.")
     kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache, instead of that fraction.")
 
@@ -91,12 +94,3 @@ class EndpointSettings(Settings):
     retries: int = option(5, "Retries per request.", min=0)
     backoff_s: float = 0.5  # before the first retry; doubles with each further one
     failures: int = 8  # consecutive failed requests before the run stops
-
-
-@dataclass(frozen=True)
-class PackingSettings:
-    """How responses are packed into batches."""
-
-    open_batches: int = 16  # filled at the same time, so that most documents fit one
-    checked_rows: int = 64  # first rows of a file whose prompts are checked against the chat template
-    checked_every: int = 1000  # and every n-th of the other rows

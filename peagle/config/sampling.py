@@ -1,11 +1,9 @@
 """Parameters of a request: sampling, stop conditions and grammars. Defines their meaning for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
 
 from peagle.config.options import Settings, checked, option, require
 from peagle.errors import UserError
@@ -148,7 +146,7 @@ class SamplingParams(Settings):
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(f"--grammar {self.grammar}: must be built by peagle.engine.grammar")
 
-    def tokenize_bad_words(self, encode: Callable[[str], list[int]]) -> SamplingParams:
+    def tokenize_bad_words(self, encode: Callable[[str], list[int]]) -> Self:
         """The same with `bad_words_token_ids` in place of `bad_words`. `encode` adds no special tokens."""
         found: list[list[int]] = []
         for word in self.bad_words:
@@ -162,7 +160,7 @@ class SamplingParams(Settings):
             )
         return replace(self, bad_words=(), bad_words_token_ids=found)
 
-    def without_text(self) -> SamplingParams:
+    def without_text(self) -> Self:
         """The same for an engine that knows no text. A copy without checks: they take long for a large `logit_bias`."""
         params = copy(self)
         object.__setattr__(params, "stop", ())

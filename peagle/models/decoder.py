@@ -11,17 +11,7 @@ from torch import Tensor, nn
 
 from peagle.config import DecoderConfig
 from peagle.kernels.norm.rms_norm import ResidualStream
-from peagle.models.layers import (
-    Attend,
-    DecoderLayer,
-    Linear,
-    RMSNorm,
-    Rope,
-    RotaryOrScale,
-    lookup_embeddings,
-    next_input_norm,
-    project,
-)
+from peagle.models.layers import Attend, DecoderLayer, RMSNorm, Rope, lookup_embeddings, next_input_norm, project
 
 
 class Decoder(nn.Module):
@@ -50,11 +40,7 @@ class Decoder(nn.Module):
 
     @property
     def ropes(self) -> list[Rope]:
-        return [self.rope] if self.local_rope is None else [self.rope, self.local_rope]
-
-    @property
-    def is_quantized(self) -> bool:
-        return any(isinstance(m, Linear) and m.weight_scale is not None for m in self.modules())
+        return [module for module in self.modules() if isinstance(module, Rope)]
 
     def tie_weights(self) -> None:
         """Shares the embedding table with lm_head if the config ties them; call it again after loading weights."""
@@ -80,10 +66,9 @@ class Decoder(nn.Module):
         for i, (layer, window) in enumerate(zip(self.layers, self.cfg.windows, strict=True)):
             if i in aux_layer_ids:
                 aux_hidden_states[i] = stream.x
-            rotary: RotaryOrScale = angles if window is None else local
-            if not self.cfg.layer_at(i).use_rope:
-                rotary = query_scale
-            stream = layer(stream, rotary, attend, i, window, next_input_norm(self.layers, i))
+            rotary = angles if window is None else local
+            rotary_or_scale = rotary if self.cfg.layer_at(i).use_rope else query_scale
+            stream = layer(stream, rotary_or_scale, attend, i, window, next_input_norm(self.layers, i))
         aux_hidden_states[self.cfg.num_layers] = stream.x
         aux_TN = torch.cat([aux_hidden_states[k] for k in aux_layer_ids], -1) if aux_layer_ids else None
         return self.norm(stream.x), aux_TN

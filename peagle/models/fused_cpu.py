@@ -18,7 +18,7 @@ from peagle.kernels.gemm.linear_torch import linear_cpu
 from peagle.kernels.norm.rms_norm import norm_cat, rms_norm
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter, FirstLayer
-from peagle.models.layers import Angles, Attend, DecoderLayer
+from peagle.models.layers import Angles, Attend, DecoderLayer, Linear
 
 
 def _negate_half(angles: Angles) -> Angles:
@@ -78,7 +78,8 @@ class FusedCpuDecoder:
     def supports(model: Decoder) -> bool:
         cfg = model.cfg
         plain = not cfg.uses_transformers and not cfg.layers and cfg.local_rope is None
-        return plain and not model.is_quantized and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
+        quantized = any(isinstance(m, Linear) and m.weight_scale is not None for m in model.modules())
+        return plain and not quantized and cfg.layer == cfg.layer.as_llama and cfg.embedding_scale == 1.0
 
     def __init__(self, model: Decoder) -> None:
         self.model = model

@@ -21,7 +21,7 @@ from peagle.kernels.fp8 import quantize_rows
 from peagle.kernels.gather import gather_rows
 from peagle.kernels.gemm.linear import linear, linear_residual
 from peagle.kernels.moe.experts import expert_mlp, route
-from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights
+from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import PackedWeights, packed_widths
 from peagle.kernels.norm.rms_norm import ResidualStream, add_rms_norm, rms_norm
 
@@ -295,7 +295,6 @@ class ExpertMLP(nn.Module):
         for name, rows in (("gate_up_bias", 2 * experts.intermediate_size), ("down_bias", width)):
             bias = nn.Parameter(torch.empty(experts.num_experts * rows)) if experts.bias else None
             self.register_parameter(name, bias)
-        self.clamp = ClampedGate(*experts.clamp) if experts.clamp is not None else None
         own = replace(cfg, intermediate_size=experts.shared_intermediate_size, mlp_bias=False)
         self.shared_expert = MLP(own) if experts.shared_intermediate_size else None
 
@@ -344,7 +343,7 @@ class ExpertMLP(nn.Module):
             return PackedWeights(of_experts(f"{name}_words"), of_experts(f"{name}_exponents"), columns)
 
         gate_up, down = matrix("gate_up", self.router.in_features), matrix("down", self.cfg.intermediate_size)
-        return ExpertWeights(gate_up, down, of_experts("gate_up_bias"), of_experts("down_bias"), self.clamp)
+        return ExpertWeights(gate_up, down, of_experts("gate_up_bias"), of_experts("down_bias"), self.cfg.clamp)
 
 
 class DecoderLayer(nn.Module):

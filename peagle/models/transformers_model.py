@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from peagle.config import DecoderConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
-from peagle.models.layers import Attend, Rope
+from peagle.models.layers import Attend
 
 ATTENTION_NAME = "peagle"  # under which `attention_forward` is registered
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
@@ -59,7 +59,7 @@ def attention_forward(
     return bridge.attend(module.layer_idx, q, k, v, sliding_window, **kwargs)[None], None
 
 
-def logits_to_keep_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
+def all_logits_kwargs(forward: Callable[..., Any]) -> dict[str, Any]:
     """Returns arguments that make a model compute logits at every position, which verification needs.
 
     (Without them Gemma 4 takes a path for few positions, which fails where layers share keys but have no inputs.)
@@ -73,7 +73,7 @@ class TransformersDecoder(Decoder):
     def __init__(self, cfg: DecoderConfig, model: Any) -> None:
         nn.Module.__init__(self)
         self.cfg, self.model, self.bridge = cfg, model, AttentionBridge(cfg)
-        self.forward_kwargs = logits_to_keep_kwargs(model.base_model.forward)
+        self.forward_kwargs = all_logits_kwargs(model.base_model.forward)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 module.bridge = self.bridge
@@ -112,13 +112,6 @@ class TransformersDecoder(Decoder):
         if not found:
             raise UserError("its final norm was not found")
         return found[0]
-
-    @property
-    def ropes(self) -> list[Rope]:
-        return []
-
-    def tie_weights(self) -> None:
-        pass
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend, aux_layer_ids: Sequence[int] = ()

@@ -121,9 +121,6 @@ class StepTimeCorrection:
         clipped = min(max(ratio, mean / OUTLIER_FACTOR), mean * OUTLIER_FACTOR)
         self.observed[size, k] = mean + (clipped - mean) / count, count
 
-    def has_observed(self, size: int) -> bool:
-        return any(observed_size == size for observed_size, _ in self.observed)
-
     def ratio(self, size: int, k: int) -> float:
         """The mean ratio of this k, shrunk towards the mean ratio of all k at this batch size."""
         same_size = [timing for (observed_size, _), timing in self.observed.items() if observed_size == size]
@@ -166,7 +163,8 @@ class AdaptiveK:
         costs = self._costs_at(batch_size)
         k, self._num_explorations = max(costs), self._num_explorations + 1
         others = [other for other in costs if other not in (best, k)]
-        if others and self._num_explorations % 2 and self.correction.has_observed(self._measured_size(batch_size)):
+        timed_sizes = {size for size, _ in self.correction.observed}
+        if others and self._num_explorations % 2 and self._measured_size(batch_size) in timed_sizes:
             k = max(others, key=partial(self._speed, batch_size, bonus=EXPLORE_BONUS))
         lost_steps = 0.0  # cost of this exploration, in steps with the best k
         if seconds := self._seconds(batch_size, best):

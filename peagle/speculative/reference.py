@@ -95,11 +95,9 @@ def generate(
     """Generates the output of one prompt with speculative decoding.
 
     Greedy output is the same with any drafter and without one; sampled output has the same distribution.
-
-    Args:
-        max_model_len: Maximum number of tokens, prompt included. Default: the target's max_positions.
-        sample_draft_tokens: Sample draft tokens from the drafter's distribution instead of taking the argmax.
-    `params.n` and `params.logprobs` are ignored: one call generates the tokens of one output.
+    `max_model_len` includes the prompt; by default it is the target's max_positions. `sample_draft_tokens` samples them
+    from the drafter's distribution instead of taking the argmax. `params.n` and `params.logprobs` are ignored: one call
+    generates the tokens of one output.
     """
     limit = target.cfg.max_positions if max_model_len is None else min(max_model_len, target.cfg.max_positions)
     check_prompt(prompt_ids, target.cfg.vocab_size, limit)

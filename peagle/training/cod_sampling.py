@@ -57,10 +57,9 @@ class CodPositions:
             begin = end
 
 
-def sampling_generator(seed: int, step: int, rank: int = 0) -> torch.Generator:
+def sampling_generator(seed: int, step: int) -> torch.Generator:
     """A generator that depends only on its arguments, so a resumed run needs no saved random state."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
-    return torch.Generator().manual_seed(mixed)
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63)
 
 
 def sample_cod_positions(

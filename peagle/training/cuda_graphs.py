@@ -27,7 +27,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import OnlineHiddenStates
-from peagle.training.loss import NO_PREVIOUS, ChainLinks, DepthMetrics, DraftLoss
+from peagle.training.loss import NO_PREVIOUS, ChainLinks, DraftLoss
 from peagle.training.partition import ChainChunk, DrafterForward, Eagle3Steps, run_forward_backward
 
 PADDING_STEPS = 16  # anchors are padded to multiples of batch_tokens / PADDING_STEPS
@@ -189,17 +189,15 @@ def _pad_eagle3_steps(out: dict[str, Tensor], chunk: ChainChunk, shape: GraphSha
         end = begin + sizes[depth - 2]
         out["previous"][end : end + len(continuing)] = begin + continuing
         begin = end
-    depths: list[Tensor] = []
-    labels: list[Tensor] = []
-    for depth, (anchor, size) in enumerate(zip(anchors, [shape.num_anchors, *sizes], strict=True)):
-        depth_S = torch.full((size,), padding_depth)
-        depth_S[: len(anchor)] = depth
-        depths.append(depth_S)
-        label_S = torch.empty(size, dtype=torch.long)
-        _pad_with_last(label_S, anchor + depth + 2 if len(anchor) else labels[-1][-1:])
-        labels.append(label_S)
-    out["depths"].copy_(torch.cat(depths))
-    return torch.cat(labels)
+    sizes = [shape.num_anchors, *sizes]
+    out["depths"].fill_(padding_depth)
+    label_position_S = last = torch.empty(sum(sizes), dtype=torch.long)
+    parts = zip(anchors, out["depths"].split(sizes), label_position_S.split(sizes), strict=True)
+    for depth, (anchor, own_depth, label) in enumerate(parts):
+        own_depth[: len(anchor)] = depth
+        _pad_with_last(label, anchor + depth + 2 if len(anchor) else last)
+        last = label[-1:]
+    return label_position_S
 
 
 class GraphedStep:
@@ -215,10 +213,10 @@ class GraphedStep:
         self.position_weight_K = torch.zeros(self.cfg.num_depths + 1, dtype=torch.float64, device=self.device)
         self.inputs: dict[GraphShape, Tensor] = {}
         self.num_eager_steps: Counter[GraphShape] = Counter()
-        self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, DepthMetrics]] = {}
+        self.graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def accumulate_gradients(self, batch: PaddedBatch, position_weight_K: Tensor) -> DepthMetrics:
+    def accumulate_gradients(self, batch: PaddedBatch, position_weight_K: Tensor) -> Tensor:
         """Adds to `.grad`. `position_weight_K` is on the CPU. The next call overwrites the returned metrics."""
         shape = batch.shape
         if shape not in self.inputs:
@@ -237,7 +235,7 @@ class GraphedStep:
         graph.replay()
         return metrics
 
-    def _run(self, shape: GraphShape) -> DepthMetrics:
+    def _run(self, shape: GraphShape) -> Tensor:
         inputs = shape.split_fields(self.inputs[shape])
         start_N = inputs["start"]
         unused = start_N.new_zeros(0)
@@ -245,21 +243,15 @@ class GraphedStep:
         states = self.hidden_states.states(batch)
         loss = DraftLoss(self.drafter, self.target, states, self.cfg, self.position_weight_K)
         forward = DrafterForward(self.drafter, states, batch, self.device)
-        run_forward_backward(loss, forward, [_padded_chunk(inputs, shape)])
-        return DepthMetrics(*(total[:-1] for total in loss.metrics.tensors()))
-
-
-def _padded_chunk(inputs: dict[str, Tensor], shape: GraphShape) -> PaddedChunk:
-    schedule = LossSchedule(
-        inputs["order"], inputs["teacher_positions"], inputs["position_index"], shape.loss_shape.chunks
-    )
-    anchor_A, links = inputs["anchor_A"], (inputs["depths"], inputs["previous"], inputs["label"])
-    if shape.parallel:
-        chain = (inputs["anchor_R"], inputs["depth_R"], inputs["chain_start_R"])
-        return PaddedChunk(anchor_A, *chain, *links, schedule, None)
-    anchor_M = inputs["depth 1"]
-    continuing = [inputs[f"depth {d}"] for d in range(2, len(shape.chain_positions) + 1)]
-    # EAGLE-3 reads the steps, not the chain tensors
-    return PaddedChunk(
-        anchor_A, anchor_M, anchor_M, anchor_M, *links, schedule, Eagle3Steps(anchor_M, continuing, None)
-    )
+        schedule = LossSchedule(
+            inputs["order"], inputs["teacher_positions"], inputs["position_index"], shape.loss_shape.chunks
+        )
+        if shape.parallel:
+            chain, steps = (inputs["anchor_R"], inputs["depth_R"], inputs["chain_start_R"]), None
+        else:  # EAGLE-3 reads the steps, not the chain tensors
+            chain = (inputs["depth 1"],) * 3
+            continuing = [inputs[f"depth {d}"] for d in range(2, len(shape.chain_positions) + 1)]
+            steps = Eagle3Steps(inputs["depth 1"], continuing, None)
+        links = (inputs["depths"], inputs["previous"], inputs["label"])
+        run_forward_backward(loss, forward, [PaddedChunk(inputs["anchor_A"], *chain, *links, schedule, steps)])
+        return loss.metrics_MK[:, :-1]

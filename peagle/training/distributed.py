@@ -5,8 +5,7 @@ gradients are summed once per step, so all ranks take the same optimizer step an
 Numbers for the host (position counts, stop requests) use a gloo group on the CPU and never wait for a GPU.
 
 A sharded target gathers each layer's matrices when the layer runs. Norms, embeddings and the LM head stay whole on
-every rank: the layer before reads a norm ahead, and the loss reads the head. `gather_target` copies the whole target to
-the main rank for validation.
+every rank: the layer before reads a norm ahead, and the loss reads the head.
 """
 
 import os

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from peagle.checkpoints.drafter import check_drafter_fits, load_unshared_drafter, read_drafter_config
-from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
+from peagle.config import DEFAULT_NUM_LAYERS, DecoderConfig, DrafterConfig, TrainConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -100,7 +100,7 @@ def new_drafter_config(cfg: TrainConfig, target: DecoderConfig) -> DrafterConfig
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=vocab_size,
-        num_layers=cfg.num_new_layers,
+        num_layers=cfg.num_layers or DEFAULT_NUM_LAYERS[cfg.method],
         layer=layer,
         rope=target.rope.as_llama,
         max_positions=target.max_positions,

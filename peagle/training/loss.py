@@ -12,13 +12,10 @@ where alpha = sum min(p, q) is the acceptance probability of the current drafter
 text leaves the greedy path: drafts behind that token belong to another text. The weight is not differentiated. With
 `--loss-weighting uniform` every weight is 1.
 
-Shapes: N tokens of a batch, R positions of any depth, D drafter width, K depths.
+Shapes: N tokens of a batch, R positions of any depth, D drafter width, K depths, M metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,32 +27,9 @@ from peagle.models.drafter import Drafter
 from peagle.training.hidden_states.online import TargetHiddenStates
 
 NO_PREVIOUS = -1  # the position starts its chain (depth 0), or is padding
-
-
-@dataclass
-class DepthMetrics:
-    """Sums over positions by depth, on the device; metrics of batches and ranks add up."""
-
-    count_K: Tensor
-    loss_K: Tensor
-    accept_K: Tensor  # acceptance probability, sum min(p, q)
-    match_K: Tensor  # argmax equals the target's
-    prefix_match_K: Tensor  # argmax equals the target's here and at all earlier depths, along the greedy text
-
-    @classmethod
-    def zeros(cls, num_depths: int, device: torch.device) -> DepthMetrics:
-        return cls(*torch.zeros(5, num_depths, dtype=torch.float64, device=device))
-
-    def add(self, depth_R: Tensor, *values: Tensor) -> None:
-        """Adds positions of these depths; `values` are loss, accept, match and prefix_match."""
-        for total_K, value_R in zip(self.tensors(), (torch.ones_like(depth_R), *values), strict=True):
-            total_K.index_add_(0, depth_R, value_R.to(total_K.dtype))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.count_K, self.loss_K, self.accept_K, self.match_K, self.prefix_match_K
-
-    def __add__(self, other: DepthMetrics) -> DepthMetrics:
-        return DepthMetrics(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+# Rows of metrics: number of positions; sums of loss, of acceptance probability sum min(p, q), of an argmax equal to the
+# target's, and of one equal here and at all earlier depths, along the greedy text.
+NUM_METRICS = 5
 
 
 def depth_weights(num_depths: int, decay: float = 1.0) -> list[float]:
@@ -103,7 +77,10 @@ class ChainLinks:
 
 
 class DraftLoss:
-    """Computes the loss of drafter outputs against the target's distributions, and collects metrics."""
+    """Computes the loss of drafter outputs against the target's distributions, and adds up `metrics_MK` by depth.
+
+    Metrics stay on the device; those of batches and ranks add up.
+    """
 
     def __init__(
         self, drafter: Drafter, target: Decoder, states: TargetHiddenStates, cfg: TrainConfig, position_weight_K: Tensor
@@ -116,7 +93,7 @@ class DraftLoss:
         self.head = drafter.lm_head_weight
         self.teacher = Teacher(states.hidden_ND, target.lm_head.weight, draft_ids)
         self.cfg, self.position_weight_K = cfg, position_weight_K
-        self.metrics = DepthMetrics.zeros(len(position_weight_K), device)
+        self.metrics_MK = torch.zeros(NUM_METRICS, len(position_weight_K), dtype=torch.float64, device=device)
 
     def compute(
         self, output_RD: Tensor, depth_R: Tensor, label_positions: Tensor | LossSchedule, links: ChainLinks
@@ -138,5 +115,7 @@ class DraftLoss:
         )
         match_R = result.match_R.to(self.position_weight_K.dtype)
         prefix_match_R = match_R * links.acceptance_weight(match_R, result.teacher_token_R)
-        self.metrics.add(depth_R, result.loss_R, result.acceptance_R, match_R, prefix_match_R)
+        values = (torch.ones_like(depth_R), result.loss_R, result.acceptance_R, match_R, prefix_match_R)
+        for total_K, value_R in zip(self.metrics_MK, values, strict=True):
+            total_K.index_add_(0, depth_R, value_R.to(total_K.dtype))
         return result.total

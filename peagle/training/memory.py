@@ -30,18 +30,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from peagle import config
 from peagle.checkpoints.files import parse_device
-from peagle.config import (
-    CHUNK_MEMORY_FRACTION,
-    CPU_CHUNK_SIZE,
-    LOSS_LOGITS,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_SIZE,
-    DecoderConfig,
-    DrafterConfig,
-    TrainConfig,
-    ValidationEngineSettings,
-)
+from peagle.config import DecoderConfig, DrafterConfig, TrainConfig
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.models.layers import ExpertMLP
@@ -118,14 +109,14 @@ def fit_chunk_size(
 
     `free` excludes weights, gradients, optimizer and the target's hidden states.
     """
-    logits = 4 * element * min(LOSS_LOGITS, num_tokens * num_depths * cfg.draft_vocab_size)
+    logits = 4 * element * min(config.LOSS_LOGITS, num_tokens * num_depths * cfg.draft_vocab_size)
     depth_zero = num_tokens * depth_zero_position_bytes(cfg, element, recompute)
-    available = CHUNK_MEMORY_FRACTION * free - depth_zero - logits
+    available = config.CHUNK_MEMORY_FRACTION * free - depth_zero - logits
     temporary = backward_position_bytes(cfg, element)
     each = chain_position_bytes(cfg, num_depths, element, recompute)
     # chunks finish before the backward pass of depth 0, so their temporary gradients never coexist
     fit = min(available // (each + temporary), (available - num_tokens * temporary) // each) if available > 0 else 0
-    return max(MIN_CHUNK_SIZE, min(int(fit), MAX_CHUNK_BYTES // each))
+    return max(config.MIN_CHUNK_SIZE, min(int(fit), config.MAX_CHUNK_BYTES // each))
 
 
 def free_gpu_bytes(device: torch.device) -> int | None:
@@ -141,7 +132,7 @@ def auto_chunk_size(drafter: Drafter, num_tokens: int, num_depths: int, reserved
     weight = drafter.fc.weight
     free = free_gpu_bytes(weight.device)
     if free is None:
-        return CPU_CHUNK_SIZE
+        return config.CPU_CHUNK_SIZE
     cfg, element = drafter.cfg, weight.element_size()
     used = num_tokens * element * (cfg.aux_hidden_size + cfg.target_hidden_size)
     used += sum(2 * p.nbytes for p in drafter.parameters() if p.requires_grad)  # gradients while chunks accumulate
@@ -274,9 +265,9 @@ def memory_by_use(
         "drafter": float(drafter_bytes),
         "optimizer": float(optimizer_bytes(drafter, cfg)),
         "hidden states": float(element * tokens * (shape.aux_hidden_size + target.cfg.layer.hidden_size)),
-        "validation": float(ValidationEngineSettings.max_kv_cache_bytes + drafter_bytes) if validates else 0.0,
+        "validation": float(config.VALIDATION_KV_CACHE_BYTES + drafter_bytes) if validates else 0.0,
     }
-    chunk_size = CPU_CHUNK_SIZE if cfg.chunk_size == "auto" else cfg.chunk_size
+    chunk_size = config.CPU_CHUNK_SIZE if cfg.chunk_size == "auto" else cfg.chunk_size
     if cfg.chunk_size == "auto" and free is not None:
         available = int(free - sum(held.values()) - 2 * drafter_bytes)  # as `auto_chunk_size` leaves
         chunk_size = fit_chunk_size(shape, tokens, cfg.num_depths, available, element, recompute)
@@ -285,7 +276,7 @@ def memory_by_use(
     return held | {
         "depth 0": float(tokens * depth_zero_position_bytes(shape, element, recompute)),
         "chunk": each * positions,
-        "logits": 4.0 * element * min(LOSS_LOGITS, tokens * shape.draft_vocab_size),
+        "logits": 4.0 * element * min(config.LOSS_LOGITS, tokens * shape.draft_vocab_size),
         "largest gradient": float(max(p.nbytes for p in drafter.parameters())),
     }
 

@@ -29,8 +29,6 @@ Shapes: P elements of the flat buffer, A of them updated by AdamW, M by Muon; B 
 r <= c.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,18 +37,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from peagle import config
 from peagle.checkpoints.tensors import list_merged_tensors
-from peagle.config import (
-    DEFAULT_EPOCHS,
-    MIN_LR_RATIO,
-    MIN_WARMUP_STEPS,
-    MUON_MOMENTUM,
-    MUON_UPDATE_RMS,
-    TRAPEZOID_DECAY_FRACTION,
-    WARMUP_DIVISOR,
-    LrSchedule,
-    TrainConfig,
-)
+from peagle.config import TrainConfig
 
 ALIGNMENT = 64  # elements
 ADAMW_EPS = 1e-8
@@ -137,11 +126,11 @@ class Muon:
         if grad_scale is not None:
             grad_M.div_(grad_scale)
         torch.where(finite, grad_M, momentum_M, out=grad_M)  # averaging the momentum with itself keeps it
-        momentum_M.lerp_(grad_M, 1 - MUON_MOMENTUM)
-        grad_M.lerp_(momentum_M, MUON_MOMENTUM)
+        momentum_M.lerp_(grad_M, 1 - config.MUON_MOMENTUM)
+        grad_M.lerp_(momentum_M, config.MUON_MOMENTUM)
         for (_, width), views in self.stacks.items():
             torch._foreach_copy_(views, list(orthogonalize(torch.stack(views), self.dtype)))
-            torch._foreach_mul_(views, MUON_UPDATE_RMS * width**0.5)
+            torch._foreach_mul_(views, config.MUON_UPDATE_RMS * width**0.5)
         rate = lr * finite.to(masters_M.dtype)
         masters_M.mul_(1 - rate * self.weight_decay).addcmul_(grad_M, rate, value=-1)
 
@@ -215,27 +204,19 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
         """Updates the parameters, clears the gradients and returns their norm on the device."""
-        self.collect()
-        return self._step(self.lr.fill_(lr) if self.lr.is_cuda else lr)
-
-    def _step(self, lr: float | Tensor) -> Tensor:
-        grad_P = self.grad_P
+        grad_P = self.collect()
+        rate = self.lr.fill_(lr) if self.lr.is_cuda else lr
         norm = torch.linalg.vector_norm(grad_P)
         finite = norm.isfinite()
         grad_scale = (norm / self.max_grad_norm).clamp(min=1.0) if self.max_grad_norm else None  # a divisor
         if self.muon is not None:
-            self.muon.step(lr, grad_scale, finite)
+            self.muon.step(rate, grad_scale, finite)
         self.num_steps += 1
         for (masters, grad, exp_avg, exp_avg_sq), weight_decay in self.groups:
             # the call behind torch.optim.AdamW(fused=True); found_inf skips the update
             torch._fused_adamw_(
-                [masters],
-                [grad],
-                [exp_avg],
-                [exp_avg_sq],
-                [],
-                [self.num_steps],
-                lr=lr,
+                *([masters], [grad], [exp_avg], [exp_avg_sq], [], [self.num_steps]),
+                lr=rate,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 weight_decay=weight_decay,
@@ -276,7 +257,6 @@ def _move_gradient(parameter: Tensor, into: Tensor) -> None:
     parameter.grad = None
 
 
-@dataclass(frozen=True)
 class Schedule:
     """Progress of a run and its learning rate.
 
@@ -291,43 +271,33 @@ class Schedule:
         linear     the same, linearly              constant   no decay
     """
 
-    peak_lr: float
-    max_warmup_steps: int
-    decay: LrSchedule
-    steps: int | None
-    minutes: float | None
-
-    @classmethod
-    def from_config(cls, cfg: TrainConfig, steps_per_epoch: float) -> Schedule:
-        steps, epochs = cfg.steps, cfg.epochs
+    def __init__(self, cfg: TrainConfig, steps_per_epoch: float) -> None:
+        self.cfg, steps, epochs = cfg, cfg.steps, cfg.epochs
         if steps is None and cfg.minutes is None and epochs is None:
-            epochs = DEFAULT_EPOCHS
+            epochs = config.DEFAULT_EPOCHS
         if epochs is not None:
             epoch_steps = max(1, math.ceil(epochs * steps_per_epoch))
             steps = epoch_steps if steps is None else min(steps, epoch_steps)
-        warmup = cfg.warmup_steps if steps is None else min(cfg.warmup_steps, steps // WARMUP_DIVISOR)
-        return cls(cfg.lr, warmup, cfg.lr_schedule, steps, cfg.minutes)
+        self.steps, self.max_warmup_steps = steps, cfg.warmup_steps
+        if steps is not None:
+            self.max_warmup_steps = min(cfg.warmup_steps, steps // config.WARMUP_DIVISOR)
 
     def progress(self, step: int, seconds: float) -> float:
         """0 at the start, 1 at the end."""
         shares = [step / self.steps] if self.steps is not None else []
-        shares += [seconds / (60 * self.minutes)] if self.minutes is not None else []
+        shares += [seconds / (60 * self.cfg.minutes)] if self.cfg.minutes is not None else []
         return min(1.0, max(shares))
 
     def learning_rate(self, step: int, progress: float) -> float:
         """Of step `step`, counted from 0."""
         by_steps = (step + 1) / max(self.max_warmup_steps, 1)
         # the first step compiles kernels and may take long, so time alone does not end the warm-up
-        by_time = min(WARMUP_DIVISOR * progress, (step + 1) / MIN_WARMUP_STEPS)
-        return self.peak_lr * min(1.0, max(by_steps, by_time)) * self._decay_factor(progress)
-
-    def _decay_factor(self, progress: float) -> float:
-        if self.decay == "constant":
-            return 1.0
-        if self.decay == "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * progress))
-        elif self.decay == "linear":
-            factor = 1 - progress
-        else:
-            factor = min(1.0, (1 - progress) / TRAPEZOID_DECAY_FRACTION)
-        return MIN_LR_RATIO + (1 - MIN_LR_RATIO) * factor
+        by_time = min(config.WARMUP_DIVISOR * progress, (step + 1) / config.MIN_WARMUP_STEPS)
+        factor = {
+            "constant": 1.0,
+            "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+            "linear": 1 - progress,
+            "trapezoid": min(1.0, (1 - progress) / config.TRAPEZOID_DECAY_FRACTION),
+        }[self.cfg.lr_schedule]
+        decayed = config.MIN_LR_RATIO + (1 - config.MIN_LR_RATIO) * factor
+        return self.cfg.lr * min(1.0, max(by_steps, by_time)) * decayed

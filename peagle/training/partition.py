@@ -31,7 +31,7 @@ from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.training.cod_sampling import CodPositions
 from peagle.training.hidden_states.online import DocumentAttention, TargetHiddenStates
-from peagle.training.loss import NO_PREVIOUS, ChainLinks, DepthMetrics, DraftLoss, position_weights
+from peagle.training.loss import NO_PREVIOUS, ChainLinks, DraftLoss, position_weights
 
 WindowSize = int | None
 
@@ -45,8 +45,8 @@ def accumulate_gradients(
     cfg: TrainConfig,
     chunk_size: int,
     counts: tuple[int, ...] | None = None,
-) -> DepthMetrics:
-    """Adds the gradients of the batch's loss to the parameters' `.grad` and returns metrics.
+) -> Tensor:
+    """Adds the gradients of the batch's loss to the parameters' `.grad` and returns metrics [M, K].
 
     `batch` and `positions` are on the CPU, `states` on the device. `counts` are the positions by depth that the loss
     averages over, if a step has more batches or ranks than this one.
@@ -56,7 +56,7 @@ def accumulate_gradients(
     loss = DraftLoss(drafter, target, states, cfg, position_weight_K)
     forward = DrafterForward(drafter, states, batch, device)
     run_forward_backward(loss, forward, split_chains(positions, chunk_size))
-    return loss.metrics
+    return loss.metrics_MK
 
 
 def run_forward_backward(draft_loss: DraftLoss, forward: DrafterForward, chunks: Iterable[ChainChunk]) -> None:
@@ -247,37 +247,29 @@ class ChainAttention:
     anchor_R: Tensor
     depth_R: Tensor
     chain_start_R: Tensor
-    _ranges: dict[WindowSize, tuple[KeyRanges, list[tuple[Tensor | None, KeyRanges]]]] = field(default_factory=dict)
+    _ranges: dict[WindowSize, tuple[KeyRanges, list[tuple[Tensor, KeyRanges]]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, window: WindowSize) -> Tensor:
         if window not in self._ranges:
             row_R = torch.arange(len(self.anchor_R), device=self.anchor_R.device)
             chain_ranges = KeyRanges(_window_start(self.chain_start_R, row_R, window), row_R + 1)
-            self._ranges[window] = (chain_ranges, self._split_by_depth(window))
-        chain_ranges, parts = self._ranges[window]
-        over_depth_zero = self._attend_depth_zero(q_RHd, *self.depth_zero[layer], parts)
-        return merge_attn_states(*over_depth_zero, *ranged_attention(q_RHd, k_RGd, v_RGd, chain_ranges))[0]
-
-    def _split_by_depth(self, window: WindowSize) -> list[tuple[Tensor | None, KeyRanges]]:
-        """Groups of rows with non-decreasing ranges: all rows, or one depth each if there is a window."""
+            # groups of rows with non-decreasing ranges of depth 0: all rows, or one depth each if there is a window
+            groups = [(row_R, KeyRanges(self.start_R, self.anchor_R + 1))]
+            if window is not None:
+                at_depth = [(d, self.depth_R.eq(d).nonzero()[:, 0]) for d in range(1, int(self.depth_R.max()) + 1)]
+                groups = [
+                    (at, _depth_zero_ranges(self.start_R[at], self.anchor_R[at], d, window)) for d, at in at_depth
+                ]
+            self._ranges[window] = (chain_ranges, groups)
+        chain_ranges, groups = self._ranges[window]
+        keys_values = self.depth_zero[layer]
         if window is None:
-            return [(None, KeyRanges(self.start_R, self.anchor_R + 1))]
-        parts: list[tuple[Tensor | None, KeyRanges]] = []
-        for depth in range(1, int(self.depth_R.max()) + 1):
-            at = self.depth_R.eq(depth).nonzero()[:, 0]
-            parts.append((at, _depth_zero_ranges(self.start_R[at], self.anchor_R[at], depth, window)))
-        return parts
-
-    @staticmethod
-    def _attend_depth_zero(
-        q_RHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, parts: list[tuple[Tensor | None, KeyRanges]]
-    ) -> tuple[Tensor, Tensor]:
-        rows = [at for at, _ in parts if at is not None]
-        if not rows:
-            return ranged_attention(q_RHd, k_NGd, v_NGd, parts[0][1])
-        outs, lses = zip(*(ranged_attention(q_RHd[at], k_NGd, v_NGd, ranges) for at, ranges in parts), strict=True)
-        restore = torch.cat(rows).argsort()
-        return torch.cat(outs)[restore], torch.cat(lses)[restore]
+            over_depth_zero = ranged_attention(q_RHd, *keys_values, groups[0][1])
+        else:
+            outs, lses = zip(*(ranged_attention(q_RHd[at], *keys_values, ranges) for at, ranges in groups), strict=True)
+            restore = torch.cat([at for at, _ in groups]).argsort()
+            over_depth_zero = torch.cat(outs)[restore], torch.cat(lses)[restore]
+        return merge_attn_states(*over_depth_zero, *ranged_attention(q_RHd, k_RGd, v_RGd, chain_ranges))[0]
 
 
 @dataclass

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -47,6 +47,12 @@ class Recipe:
         given = {name: value for name, value in vars(self.train).items() if value is not None}
         lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
         return {"target": self.target, "data": list(self.data), **given, **lists}
+
+    def changes(self, now: Self) -> list[str]:
+        """The fields in which `now` differs so that it cannot resume a run of this recipe."""
+        old, new = self.values(), now.values()
+        changed = [name for name in {**old, **new} if name not in RESUMABLE and old.get(name) != new.get(name)]
+        return [f"{name} was {old.get(name, 'not set')}, is {new.get(name, 'not set')}" for name in changed]
 
     def toml(self) -> str:
         # TOML strings are JSON strings, except for surrogate pairs and DEL
@@ -121,13 +127,6 @@ def _parse_integers(value: Any, source: str) -> tuple[int, ...]:
         raise UserError(f"{source} {value!r}: must be integers, comma-separated") from None
 
 
-def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
-    """The fields in which `now` differs from `before` so that it cannot resume that run."""
-    old, new = before.values(), now.values()
-    changed = [name for name in {**old, **new} if name not in RESUMABLE and old.get(name) != new.get(name)]
-    return [f"{name} was {old.get(name, 'not set')}, is {new.get(name, 'not set')}" for name in changed]
-
-
 @dataclass(frozen=True)
 class TrainingInputs:
     """Everything a run reads before it loads a model."""
@@ -150,7 +149,7 @@ class TrainingInputs:
     def schedule(self, num_gpus: int) -> Schedule:
         cfg = self.recipe.train
         step_tokens = cfg.batch_tokens * cfg.gradient_accumulation_steps * num_gpus
-        return Schedule.from_config(cfg, self.train_set.num_tokens / step_tokens)
+        return Schedule(cfg, self.train_set.num_tokens / step_tokens)
 
     def validation_prompts(self) -> list[list[int]]:
         """The distinct first prompts of the validation conversations."""

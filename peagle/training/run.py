@@ -8,7 +8,7 @@ from typing import Literal
 from peagle.checkpoints.drafter import build_drafter_config, drafter_tensors, load_drafter
 from peagle.checkpoints.files import parse_device, read_json, write_json, write_weights
 from peagle.checkpoints.target import load_decoder
-from peagle.config import CacheSettings, DrafterConfig, TrainConfig
+from peagle.config import DrafterConfig, TrainConfig
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -21,14 +21,7 @@ from peagle.training.hidden_states.online import HiddenStatesSource, OnlineHidde
 from peagle.training.hidden_states.vllm import VllmHiddenStates
 from peagle.training.memory import auto_chunk_size
 from peagle.training.optimizer import optimizer_bytes
-from peagle.training.recipe import (
-    Recipe,
-    TrainingInputs,
-    load_training_inputs,
-    make_recipe,
-    recipe_differences,
-    training_dtype,
-)
+from peagle.training.recipe import Recipe, TrainingInputs, load_training_inputs, make_recipe, training_dtype
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.trainer import Trainer
 from peagle.training.validation import AcceptanceCounts, AcceptanceEvaluator, ValidationAcceptance, prepare_validation
@@ -53,7 +46,7 @@ def open_run_folder(recipe: Recipe, out: Path, resume: Resume) -> RunFolder:
             raise UserError(f"--resume must: {out} holds no run")
     elif resume == "never":
         raise UserError(f"--resume never: {out} holds a run; name a new --out, or remove --resume to resume it")
-    elif changed := recipe_differences(make_recipe(folder.recipe, {}), recipe):
+    elif changed := make_recipe(folder.recipe, {}).changes(recipe):
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(f"--out {out}: holds a run with another recipe: {changed[0]}{more}; name a new --out")
     folder.create()
@@ -168,8 +161,8 @@ def _open_hidden_states(
     online = OnlineHiddenStates(target, drafter.aux_layer_ids)
     if cfg.hidden_states_cache is None:
         return online
-    settings = CacheSettings(cfg.hidden_states_dtype)
-    cache = HiddenStatesCache(Path(cfg.hidden_states_cache), inputs.train_set, online, cfg.max_seq_len, settings)
+    folder, dtype = Path(cfg.hidden_states_cache), cfg.hidden_states_dtype
+    cache = HiddenStatesCache(folder, inputs.train_set, online, cfg.max_seq_len, dtype)
     if world.is_main:
         cache.fill()
     world.barrier()

@@ -6,8 +6,6 @@ stay on the device. The published checkpoint is the drafter with the longest acc
 not the one with the lowest loss.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal
@@ -34,7 +32,7 @@ from peagle.training.cod_sampling import CodPositions, sample_cod_positions, sam
 from peagle.training.cuda_graphs import BatchPadder, GraphedStep, PaddedBatch
 from peagle.training.distributed import DistributedContext
 from peagle.training.hidden_states.online import HiddenStatesSource
-from peagle.training.loss import DepthMetrics, depth_weights, position_weights
+from peagle.training.loss import NUM_METRICS, depth_weights, position_weights
 from peagle.training.optimizer import Optimizer, Schedule
 from peagle.training.partition import accumulate_gradients
 from peagle.training.resume import RunFolder, TrainingState
@@ -46,53 +44,44 @@ LoadedBatch = tuple[PackedBatch, CodPositions, PaddedBatch | None]  # padded for
 StepInputs = tuple[list[LoadedBatch], BatchCursor]  # the batches of one step on this rank, and the data cursor after it
 
 
-class StepLoader:
-    """Prepares steps: this rank's batches, their COD positions and their padding.
+def load_steps(
+    data: ResponseDataset, cfg: TrainConfig, world: DistributedContext, state: TrainingState, padder: BatchPadder | None
+) -> Iterator[StepInputs]:
+    """Endless steps: this rank's batches, their COD positions and their padding.
 
     All ranks share one endless sequence of batches. Batch i belongs to rank i mod world size, and its COD positions
     depend only on (seed, i). So a run has the same batches on one GPU as on several, and resumes from the cursor and i
     alone.
     """
-
-    def __init__(
-        self,
-        data: ResponseDataset,
-        cfg: TrainConfig,
-        world: DistributedContext,
-        state: TrainingState,
-        padder: BatchPadder | None = None,
-    ) -> None:
-        sizes = {"max_seq_len": cfg.max_seq_len, "rank": world.rank, "world_size": world.size}
-        self.batches = batches(data, cfg.batch_tokens, cfg.seed, state.cursor, **sizes)
-        self.cfg, self.world, self.padder = cfg, world, padder
-        self.batch_index = state.batches + world.rank
-
-    def load_step(self) -> StepInputs:
-        cfg, loaded = self.cfg, list[LoadedBatch]()
+    sizes = {"max_seq_len": cfg.max_seq_len, "rank": world.rank, "world_size": world.size}
+    own_batches = batches(data, cfg.batch_tokens, cfg.seed, state.cursor, **sizes)
+    index = state.batches + world.rank
+    while True:
+        loaded: list[LoadedBatch] = []
         for _ in range(cfg.gradient_accumulation_steps):
-            batch, cursor = next(self.batches)
-            rng = sampling_generator(cfg.seed, self.batch_index)
+            batch, cursor = next(own_batches)
+            rng = sampling_generator(cfg.seed, index)
             positions = sample_cod_positions(batch, cfg.num_depths, cfg.down_sample_ratio, rng)
-            padded = self.padder.pad(batch, positions) if self.padder is not None else None
-            loaded.append((batch, positions, padded))
-            self.batch_index += self.world.size
-        return loaded, cursor
+            loaded.append((batch, positions, padder.pad(batch, positions) if padder is not None else None))
+            index += world.size
+        yield loaded, cursor
 
-    @contextmanager
-    def prefetching(self) -> Iterator[Iterator[StepInputs]]:
-        """Endless steps, loaded ahead by a thread that ends with the block."""
-        pool = ThreadPoolExecutor(1, "step-loader")
-        ready = deque(pool.submit(self.load_step) for _ in range(PREFETCH_STEPS))
 
-        def steps() -> Iterator[StepInputs]:
-            while True:
-                ready.append(pool.submit(self.load_step))
-                yield ready.popleft().result()
+@contextmanager
+def prefetch(steps: Iterator[StepInputs]) -> Iterator[Iterator[StepInputs]]:
+    """The same steps, loaded ahead by a thread that ends with the block."""
+    pool = ThreadPoolExecutor(1, "step-loader")
+    ready = deque(pool.submit(next, steps) for _ in range(PREFETCH_STEPS))
 
-        try:
-            yield steps()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    def loaded_steps() -> Iterator[StepInputs]:
+        while True:
+            ready.append(pool.submit(next, steps))
+            yield ready.popleft().result()
+
+    try:
+        yield loaded_steps()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(eq=False)
@@ -121,7 +110,7 @@ class Trainer:
             self.state, tensors = loaded
             self.optimizer.restore(tensors, self.state.step)
             if self.world.is_main:  # the saved metrics are sums over ranks
-                self.window.metrics += DepthMetrics(*tensors["unlogged"].to(self.device))
+                self.window.metrics_MK += tensors["unlogged"].to(self.device)
         self.log = StepLog(self.folder.log, self.state.step, self.world.is_main)
         if self.world.is_main:
             self.folder.truncate_log(self.state.log_bytes)
@@ -131,13 +120,13 @@ class Trainer:
 
     def run(self) -> TrainingState:
         padder = self.graphs.padder if self.graphs is not None else None
-        loader = StepLoader(self.data, self.cfg, self.world, self.state, padder)
+        steps = load_steps(self.data, self.cfg, self.world, self.state, padder)
         progress, stop = self._progress(), False
         tensorboard = self.log.tensorboard or nullcontext()
-        with self._handle_signals(), self.log.bar, tensorboard, loader.prefetching() as steps:
+        with self._handle_signals(), self.log.bar, tensorboard, prefetch(steps) as ready:
             self.clock = self.saved_at = time.perf_counter()
             while progress < 1.0 and not stop:
-                loaded, cursor = next(steps)
+                loaded, cursor = next(ready)
                 counts, num_tokens, progress, stop, save = self._synchronize(loaded)
                 self._step(loaded, counts, num_tokens, progress)
                 self.state = replace(self.state, cursor=cursor)
@@ -169,7 +158,7 @@ class Trainer:
         cfg = self.cfg
         with self._on_side_stream():
             for batch in loaded:
-                self.window.metrics += self._accumulate(*batch, counts)
+                self.window.metrics_MK += self._accumulate(*batch, counts)
             self.world.sum_in_place(self.optimizer.collect())
             lr = self.schedule.learning_rate(self.state.step, progress)
             self.window.record(self.optimizer.step(lr), lr, self.state.step + 1)
@@ -188,7 +177,7 @@ class Trainer:
 
     def _accumulate(
         self, batch: PackedBatch, positions: CodPositions, padded: PaddedBatch | None, counts: tuple[int, ...]
-    ) -> DepthMetrics:
+    ) -> Tensor:
         cfg = self.cfg
         if padded is not None and self.graphs is not None:
             return self.graphs.accumulate_gradients(padded, position_weights(counts, cfg.depth_decay))
@@ -284,7 +273,7 @@ class LogWindow:
     """Metrics of the steps since the last line of the log. Tensors stay on the device."""
 
     def __init__(self, num_depths: int, device: torch.device) -> None:
-        self.metrics = DepthMetrics.zeros(num_depths, device)
+        self.metrics_MK = torch.zeros(NUM_METRICS, num_depths, dtype=torch.float64, device=device)
         self.grad_norm, self.lr = torch.zeros((), device=device), 0.0
         self.bad_step = torch.full((), -1, dtype=torch.long, device=device)  # first with a non-finite gradient, or -1
 
@@ -294,7 +283,7 @@ class LogWindow:
 
     def sums(self, world: DistributedContext) -> Tensor:
         """Sums over ranks."""
-        sums = torch.stack(self.metrics.tensors())
+        sums = self.metrics_MK.clone()
         world.sum_in_place(sums)
         return sums
 
@@ -366,8 +355,12 @@ class StepLog:
     def _write(self, values: dict[str, Any]) -> None:
         if not self.enabled:
             return
-        if self.tensorboard is not None:
-            self._write_events(values)
+        for name, value in values.items() if self.tensorboard is not None else ():
+            if name in TENSORBOARD_SCALARS:
+                self.tensorboard.add_scalar(name, value, values["step"])
+            elif name.endswith("_by_depth"):
+                for depth, x in enumerate(value):
+                    self.tensorboard.add_scalar(f"{name.removesuffix('_by_depth')}/depth_{depth}", x, values["step"])
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
@@ -375,11 +368,3 @@ class StepLog:
             raise UserError(
                 f"{self.path}: cannot be written ({error.strerror}); the saved training state is intact"
             ) from None
-
-    def _write_events(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if name in TENSORBOARD_SCALARS:
-                self.tensorboard.add_scalar(name, value, values["step"])
-            elif name.endswith("_by_depth"):
-                for depth, x in enumerate(value):
-                    self.tensorboard.add_scalar(f"{name.removesuffix('_by_depth')}/depth_{depth}", x, values["step"])

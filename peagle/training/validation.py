@@ -3,8 +3,6 @@
 The engine is built once. Its KV cache has the size the prompts need, up to a limit. It runs a copy of the drafter in
 the target's dtype, so gradients, training mode and random state of the trained drafter stay untouched. Decoding is
 greedy.
-
-A sharded target is gathered on the main rank for each measurement, if it fits there beside the training.
 """
 
 import gc
@@ -14,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from peagle import config
 from peagle.checkpoints.target import Target
-from peagle.config import CHUNK_MEMORY_FRACTION, SamplingParams, ValidationEngineSettings, check_num_speculative_tokens
+from peagle.config import SamplingParams, check_num_speculative_tokens
 from peagle.data.generators import is_looping, release_engine_memory
 from peagle.engine.kv_cache import BLOCK_SIZE, block_bytes
 from peagle.engine.llm import LLM
@@ -74,13 +73,11 @@ class AcceptanceEvaluator:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         num_speculative_tokens: int,
-        settings: ValidationEngineSettings | None = None,
     ) -> None:
         self.target = Target(Path(), target, eos_ids)  # the folder is not read: token ids in, token ids out
         self.prompts = [list(prompt) for prompt in prompts]
         self.params = SamplingParams(max_tokens=max_tokens)
         self.num_speculative_tokens = check_num_speculative_tokens(num_speculative_tokens)
-        self.settings = settings or ValidationEngineSettings()
         self._engine: LLM | None = None
 
     def measure(self, drafter: Drafter) -> ValidationAcceptance:
@@ -106,7 +103,15 @@ class AcceptanceEvaluator:
 
     def _build_engine(self, drafter: Drafter) -> LLM:
         gc.collect()  # the engine freezes all objects, garbage included
-        weight = self.target.model.embed_tokens.weight
+        model, weight = self.target.model, self.target.model.embed_tokens.weight
+        # Tokens each request may reach, draft tokens beyond its last token included: near a full context the engine
+        # would draft less and change the counts. The engine launches a second step before the first returns.
+        beyond = 2 * (self.num_speculative_tokens + 1)
+        most = [len(prompt) + self.params.max_tokens + beyond for prompt in self.prompts]
+        lengths = [min(length, model.cfg.max_positions) for length in most]
+        num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        each = block_bytes(model.cfg, drafter.cfg, weight.element_size())
+        wanted = min((1 + sum(num_blocks)) * each, config.VALIDATION_KV_CACHE_BYTES)
         return LLM(
             self.target,
             self._copy_drafter(drafter),
@@ -116,28 +121,13 @@ class AcceptanceEvaluator:
             threads=torch.get_num_threads(),
             tokenizer=False,
             enable_prefix_caching=False,  # cached keys and values belong to an earlier drafter
-            cuda_graphs=self.settings.cuda_graphs,
-            max_prefill_tokens=self.settings.max_prefill_tokens,
-            max_num_seqs=min(len(self.prompts), self.settings.max_num_seqs),
-            max_model_len=max(self._max_total_tokens),
-            kv_cache_memory_bytes=self._kv_cache_bytes(drafter),
+            cuda_graphs=False,  # capturing takes longer than a validation run saves
+            max_prefill_tokens=config.VALIDATION_PREFILL_TOKENS,
+            max_num_seqs=min(len(self.prompts), config.VALIDATION_NUM_SEQS),
+            max_model_len=max(lengths),
+            # enough for all prompts at once, within the limit, but at least for the longest one
+            kv_cache_memory_bytes=max(wanted, (1 + max(num_blocks)) * each),
         )
-
-    @property
-    def _max_total_tokens(self) -> list[int]:
-        """Tokens each request may reach, including draft tokens beyond its last token. Near a full context the engine
-        would draft less and change the counts. The engine launches a second step before the first returns."""
-        beyond = 2 * (self.num_speculative_tokens + 1)
-        limit = self.target.model.cfg.max_positions
-        return [min(len(prompt) + self.params.max_tokens + beyond, limit) for prompt in self.prompts]
-
-    def _kv_cache_bytes(self, drafter: Drafter) -> int:
-        """Enough for all prompts at once, within the limit, but at least for the longest one."""
-        num_blocks = [-(-num_tokens // BLOCK_SIZE) for num_tokens in self._max_total_tokens]
-        model = self.target.model
-        each = block_bytes(model.cfg, drafter.cfg, model.embed_tokens.weight.element_size())
-        wanted = min((1 + sum(num_blocks)) * each, self.settings.max_kv_cache_bytes)
-        return max(wanted, (1 + max(num_blocks)) * each)
 
     def _copy_drafter(self, drafter: Drafter) -> Drafter:
         weight = self.target.model.embed_tokens.weight
@@ -168,11 +158,11 @@ def prepare_validation(
     def create_evaluator(model: Decoder) -> AcceptanceEvaluator:
         return AcceptanceEvaluator(model, inputs.eos_ids, prompts, cfg.validation_tokens, cfg.num_depths)
 
-    engine_bytes = ValidationEngineSettings().max_kv_cache_bytes + sum(p.nbytes for p in drafter.parameters())
+    engine_bytes = config.VALIDATION_KV_CACHE_BYTES + sum(p.nbytes for p in drafter.parameters())
     if not cfg.shard_target:
         return ValidationRunner(create_evaluator(target).measure, engine_bytes) if world.is_main else ValidationRunner()
     gathered_bytes, free = sharded_bytes(target), free_gpu_bytes(world.device)
-    fits = free is None or gathered_bytes + engine_bytes + optimizer_bytes <= CHUNK_MEMORY_FRACTION * free
+    fits = free is None or gathered_bytes + engine_bytes + optimizer_bytes <= config.CHUNK_MEMORY_FRACTION * free
     if not world.broadcast_from_main(fits):  # all ranks must agree, since all take part in gathering
         return ValidationRunner(
             skip_reason=f"the whole target ({gathered_bytes / 1e9:,.2f} GB) does not fit one GPU beside the training"

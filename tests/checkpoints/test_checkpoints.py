@@ -32,7 +32,7 @@ from peagle.checkpoints.drafter import (
     read_drafter_config,
     save_drafter,
 )
-from peagle.checkpoints.files import INDEX, WEIGHTS, SafetensorsFolder, read_json, write_folder, write_weights
+from peagle.checkpoints.files import INDEX, WEIGHTS, SafetensorsFolder, new_folder, read_json, write_weights
 from peagle.checkpoints.target import load_decoder, load_target, read_target_config
 from peagle.config import DecoderConfig, DrafterConfig, LayerConfig, RopeConfig, SamplingParams
 from peagle.errors import UserError
@@ -1062,16 +1062,12 @@ def test_failed_write_leaves_nothing(error: BaseException, there: bool, tmp_path
     folder = tmp_path / "out"
     if there:
         folder.mkdir()
-
-    def fill(into: Path) -> None:
+    wanted = UserError if isinstance(error, OSError) else type(error)
+    with pytest.raises(wanted) as caught, new_folder(folder) as into:
         (into / "config.json").write_text("{}")
         (into / "sub").mkdir()
         assert not folder.exists() or not any(folder.iterdir())
         raise error
-
-    wanted = UserError if isinstance(error, OSError) else type(error)
-    with pytest.raises(wanted) as caught:
-        write_folder(folder, fill)
     if isinstance(error, OSError):
         assert str(caught.value) == f"{folder}: cannot be written (No space)"
     assert list(tmp_path.iterdir()) == ([folder] if there else [])
@@ -1079,12 +1075,9 @@ def test_failed_write_leaves_nothing(error: BaseException, there: bool, tmp_path
 
 
 def test_error_of_the_safetensors_writer_is_one_line(tmp_path: Path) -> None:
-    def fill(into: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"), new_folder(tmp_path / "out") as into:
         (into / WEIGHTS).mkdir()  # in the way of the file
         write_weights({"a": torch.ones(2)}, into)
-
-    with pytest.raises(UserError, match="cannot be written"):
-        write_folder(tmp_path / "out", fill)
     assert not any(tmp_path.iterdir())
 
 

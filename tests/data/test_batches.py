@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import islice
+from collections.abc import Iterable
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import many
 
-from peagle.config import PackingSettings
+from peagle.config import OPEN_BATCHES
 from peagle.data.batches import (
     BatchCursor,
     PackedBatch,
@@ -125,7 +126,7 @@ def test_packing_against_an_obvious_oracle(
     assert all(any(is_response for _, is_response in marked) for marked in packed.values()), "a response was lost"
     again = pack(found, budget, seed, epoch, max_seq_len)
     assert [b.row_ids for b in again] == [b.row_ids for b in packing]
-    if len(made) <= PackingSettings.open_batches:  # none was closed early: no two of them would fit into one
+    if len(made) <= OPEN_BATCHES:  # none was closed early: no two of them would fit into one
         lengths = sorted(len(b) for b in packing)
         assert len(lengths) < 2 or lengths[0] + lengths[1] > budget
 
@@ -149,11 +150,16 @@ def test_epochs_and_seeds_differ_in_order(hundred: ResponseDataset) -> None:
     assert 0.3 < np.mean(places) < 0.7
 
 
+def in_epochs(epochs: int, steps: Iterable[tuple[PackedBatch, BatchCursor]]) -> list[tuple[PackedBatch, BatchCursor]]:
+    """The steps that take batches from the first epochs only."""
+    return list(takewhile(lambda step: step[1].epoch < epochs, steps))
+
+
 def test_a_cursor_goes_on_exactly(hundred: ResponseDataset) -> None:
-    whole = list(batches(hundred, 128, seed=4, epochs=3))
+    whole = in_epochs(3, batches(hundred, 128, seed=4))
     assert {r for b, _ in whole[: len(pack(hundred, 128, 4))] for r in b.row_ids} == set(hundred.row_ids)
     for i, (_, cursor) in enumerate(whole):
-        rest = [b.row_ids for b, _ in batches(hundred, 128, seed=4, epochs=3, start=cursor)]
+        rest = [b.row_ids for b, _ in in_epochs(3, batches(hundred, 128, seed=4, start=cursor))]
         assert rest == [b.row_ids for b, _ in whole[i + 1 :]]
     endless = islice(batches(hundred, 128, seed=4, start=whole[5][1]), len(whole))
     assert [b.row_ids for b, _ in endless][: len(whole) - 6] == [b.row_ids for b, _ in whole[6:]]
@@ -163,13 +169,13 @@ def test_a_cursor_goes_on_exactly(hundred: ResponseDataset) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 7])
 def test_processes_share_the_batches_of_one(hundred: ResponseDataset, world: int) -> None:
-    alone = [b.row_ids for b, _ in batches(hundred, 128, seed=2, epochs=2)]
-    ranks = [list(batches(hundred, 128, seed=2, epochs=2, rank=r, world_size=world)) for r in range(world)]
+    alone = [b.row_ids for b, _ in in_epochs(2, batches(hundred, 128, seed=2))]
+    ranks = [in_epochs(2, batches(hundred, 128, seed=2, rank=r, world_size=world)) for r in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
     together = [b.row_ids for step in zip(*ranks, strict=True) for b, _ in step]
     assert together == alone[: len(together)] and len(alone) - len(together) < world
     assert all(len({c for _, c in step}) == 1 for step in zip(*ranks, strict=True)), "one cursor for all"
-    later = list(batches(hundred, 128, seed=2, epochs=2, rank=1, world_size=world, start=ranks[0][0][1]))
+    later = in_epochs(2, batches(hundred, 128, seed=2, rank=1, world_size=world, start=ranks[0][0][1]))
     assert [b.row_ids for b, _ in later] == [b.row_ids for b, _ in ranks[1][1:]]
 
 

@@ -23,7 +23,7 @@ from triton_interpreter import nan_filled_buffers, patch_interpreter, run_in_int
 from peagle.checkpoints.tensors import TensorSource, split_experts
 from peagle.errors import UserError
 from peagle.kernels.moe.experts import expert_mlp_grouped
-from peagle.kernels.moe.experts_torch import ClampedGate, ExpertWeights, expert_mlp_torch, route_torch
+from peagle.kernels.moe.experts_torch import ExpertWeights, expert_mlp_torch, route_torch
 from peagle.kernels.moe.mxfp4 import MAX_EXPONENT, PackedWeights, pack_words, pad_exponents, unpack_words
 
 # rows, width, experts, chosen, width of an expert
@@ -40,7 +40,7 @@ def layer(width: int, count: int, inner: int, full: bool, dtype: torch.dtype, de
 
     weights = noise(count, 2 * inner, width), noise(count, width, inner)
     biases = (noise(count, 2 * inner), noise(count, width)) if full else (None, None)
-    return ExpertWeights(*weights, *biases, ClampedGate(1.702, 2.0) if full else None)
+    return ExpertWeights(*weights, *biases, (1.702, 2.0) if full else None)
 
 
 def inputs(rows: int, width: int, count: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -62,9 +62,7 @@ def expected_route(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor
 
 def expected(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:
     out = torch.zeros(x_TD.shape, dtype=torch.float64)
-    wide = [
-        t.double().cpu() if t is not None else None for t in vars(experts).values() if not isinstance(t, ClampedGate)
-    ]
+    wide = [t.double().cpu() if t is not None else None for t in vars(experts).values() if not isinstance(t, tuple)]
     gate_up, down, gate_up_bias, down_bias = wide[:4]
     assert gate_up is not None and down is not None
     half = down.shape[2]
@@ -75,8 +73,8 @@ def expected(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: Expert
             if experts.clamp is None:
                 hidden = gate / (1 + torch.exp(-gate)) * up
             else:
-                gate, up = gate.minimum(torch.tensor(experts.clamp.limit)), up.clamp(-2.0, 2.0)
-                hidden = gate / (1 + torch.exp(-experts.clamp.alpha * gate)) * (up + 1)
+                gate, up = gate.minimum(torch.tensor(experts.clamp[1])), up.clamp(-2.0, 2.0)
+                hidden = gate / (1 + torch.exp(-experts.clamp[0] * gate)) * (up + 1)
             out[t] += weight * (down[e] @ hidden + (down_bias[e] if down_bias is not None else 0))
     return out
 
@@ -333,7 +331,7 @@ def check_decoded_numbers(dtype: torch.dtype, device: str, row_counts: tuple[int
     ones = torch.zeros(2 * inner, width // 2, dtype=torch.uint8)
     ones[range(inner), [i // 2 for i in range(inner)]] = torch.tensor([2, 2 << 4], dtype=torch.uint8).repeat(inner // 2)
     gate_up = made(ones.unflatten(1, (-1, 16)), torch.full((2 * inner, width // 32), 127, dtype=torch.uint8))
-    experts = ExpertWeights(gate_up, down, clamp=ClampedGate(1000.0, 2.0))
+    experts = ExpertWeights(gate_up, down, clamp=(1000.0, 2.0))
     x = torch.eye(inner, width, dtype=dtype, device=device)
     want = down[0].to(dtype).T
     assert want.unique().numel() > 400

@@ -13,7 +13,7 @@ from pairs import TEXT, target_folder
 from peagle.checkpoints.target import load_decoder
 from peagle.data.batches import ResponseDataset, pack
 from peagle.training.hidden_states.online import OnlineHiddenStates, documents_in_order
-from peagle.training.hidden_states.vllm import VllmHiddenStates, required_layer_ids
+from peagle.training.hidden_states.vllm import VllmHiddenStates
 
 pytestmark = pytest.mark.vllm
 AUX_LAYER_IDS = (1, 2, 4)
@@ -79,7 +79,7 @@ def test_vllm_keeps_what_the_target_says(tmp_path: Path, monkeypatch: pytest.Mon
     prompts = [row.token_ids.tolist() for row in documents_in_order(pack(examples, LONGEST))]
     assert [len(p) for p in prompts] == [17, 40, 1, 90, 64]
     with monkeypatch.context() as patch:
-        extract(prompts, required_layer_ids(target.cfg, AUX_LAYER_IDS), tmp_path, patch)
+        extract(prompts, tuple(sorted({*AUX_LAYER_IDS, target.cfg.num_layers})), tmp_path, patch)
     source, online = (
         VllmHiddenStates(tmp_path, target, AUX_LAYER_IDS, LONGEST),
         OnlineHiddenStates(target, AUX_LAYER_IDS),

@@ -73,8 +73,8 @@ def test_padding_changes_neither_gradients_nor_metrics(
         padded, position_weights(rows.counts, cfg.depth_decay)
     )
     assert_gradients_close(take_gradients(drafter), expected, 1e-10)
-    assert metrics.count_K.tolist() == list(rows.counts)
-    for ours, theirs in zip(metrics.tensors(), expected_metrics.tensors(), strict=True):
+    assert metrics[0].tolist() == list(rows.counts)
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 

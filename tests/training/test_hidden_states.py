@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from support import many
 
 from peagle.checkpoints.target import load_decoder
-from peagle.config import CacheSettings
+from peagle.config import HiddenStatesDtype
 from peagle.data.batches import PackedBatch, ResponseDataset, TrainingExample, pack
 from peagle.errors import UserError
 from peagle.kernels.attention.dense import causal_attention
@@ -188,9 +188,20 @@ class CountingSource(OnlineHiddenStates):
 
 LENGTHS = (24, 7, 40, 13, 31, 2, 55, 18, 9, 44)
 TOO_LONG = row(10, 75, prompt=20)  # is trained on without its first 15 tokens
-SMALL = CacheSettings(shard_bytes=40 * 512, forward_tokens=50)  # 512 bytes a token in bf16: 4 states of 64
 IN_SHARDS = ((0, 1), (2,), (3,), (4, 5), (6,), (7, 8), (9,), (10,))
 SHARDS = [[f"row-{i}" for i in shard] for shard in IN_SHARDS]
+
+
+def use_small_shards() -> None:
+    cache_module.CACHE_SHARD_BYTES = 40 * 512  # 512 bytes a token in bf16: 4 states of 64
+    cache_module.CACHE_FORWARD_TOKENS = 50
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CACHE_SHARD_BYTES", "CACHE_FORWARD_TOKENS"):
+        monkeypatch.setattr(cache_module, name, getattr(cache_module, name))  # restored after the test
+    use_small_shards()
 
 
 def data() -> list[TrainingExample]:
@@ -203,11 +214,11 @@ def trained() -> list[TrainingExample]:
 
 
 def prepare(
-    folder: Path, model: Decoder, settings: CacheSettings = SMALL
+    folder: Path, model: Decoder, dtype: HiddenStatesDtype = "bfloat16"
 ) -> tuple[HiddenStatesCache, list[str], list[str]]:
     """Fills a cache; returns it, the ids of the computed rows, and the reports."""
     online, reports = CountingSource(model), list[str]()
-    cache = HiddenStatesCache(folder, arrays(data()), online, LONGEST, settings)
+    cache = HiddenStatesCache(folder, arrays(data()), online, LONGEST, dtype)
     cache.fill(reports.append)
     assert all(times == 1 for times in online.rows.values())
     return cache, sorted(online.rows), reports
@@ -272,7 +283,7 @@ def test_cache_returns_the_states_of_the_target(tmp_path: Path, half: Decoder) -
 
 
 def test_cache_in_fp8(tmp_path: Path, target: Decoder) -> None:
-    cache, _, _ = prepare(tmp_path / "c", target, replace(SMALL, dtype="fp8"))
+    cache, _, _ = prepare(tmp_path / "c", target, "fp8")
     examples = trained()
     got, want = cache.states(packed(examples)), OnlineHiddenStates(target, AUX_LAYER_IDS).states(packed(examples))
     for a, b, parts in (
@@ -320,6 +331,7 @@ def save_file(tensors, path):
         os.kill(os.getpid(), signal.SIGKILL)
 
 cache_module.save_file = save_file
+test_hidden_states.use_small_shards()
 test_hidden_states.prepare(test_hidden_states.Path(sys.argv[3]) / "c", test_hidden_states.load_target())
 """
 
@@ -368,16 +380,16 @@ def test_cache_of_another_run_is_refused(tmp_path: Path, target: Decoder, half: 
         wanted: tuple[int, ...] = AUX_LAYER_IDS,
         given: list[TrainingExample] = examples,
         longest: int = LONGEST,
-        settings: CacheSettings = SMALL,
+        dtype: HiddenStatesDtype = "bfloat16",
     ) -> None:
-        HiddenStatesCache(folder, arrays(given), OnlineHiddenStates(model, wanted), longest, settings).fill()
+        HiddenStatesCache(folder, arrays(given), OnlineHiddenStates(model, wanted), longest, dtype).fill()
 
     refused = {
         "another target;": {"model": half},
         "another --aux-layer-ids;": {"wanted": (1, 2)},
         "another data;": {"given": examples[:-1]},
         "another --max-seq-len;": {"longest": 61},
-        "another --hidden-states-dtype;": {"settings": replace(SMALL, dtype="fp8")},
+        "another --hidden-states-dtype;": {"dtype": "fp8"},
     }
     for message, change in refused.items():
         with pytest.raises(UserError, match=message):

@@ -94,8 +94,9 @@ def test_gradients_equal_the_reference(kind: str, dtype: torch.dtype, tolerance:
     expected = take_gradients(drafter)
     for chunk in (1, 7, 20, 10**9):
         totals = accumulate_gradients(drafter, load_target(dtype), states, batch, rows, settings, chunk)
-        assert totals.count_K.tolist() == list(rows.counts)
-        mean = sum(w * float(s) / n for w, s, n in zip(weights, totals.loss_K, rows.counts, strict=True))
+        counts, losses, *_ = totals.tolist()
+        assert counts == list(rows.counts)
+        mean = sum(w * float(s) / n for w, s, n in zip(weights, losses, rows.counts, strict=True))
         assert settings.loss_weighting == "acceptance" or mean == pytest.approx(loss.item(), rel=tolerance)
         assert_gradients_close(take_gradients(drafter), expected, tolerance)
 
@@ -152,7 +153,7 @@ def test_every_objective_is_equal_for_any_chunk_size(objective: Objective) -> No
         )
         found.append((take_gradients(drafter), totals))
     assert_gradients_close(found[0][0], found[1][0], 1e-10)
-    for ours, theirs in zip(found[0][1].tensors(), found[1][1].tensors(), strict=True):
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12)
 
 
@@ -183,7 +184,7 @@ def test_prefix_match_counts_chains_that_match_completely() -> None:
     for a, d in chains:
         greedy = [bool(target_token[a + deep + 1] == batch.token_ids_N[a + deep + 2]) for deep in range(d)]
         expected[d] += all(greedy) and all(bool(right[a + deep + 2]) for deep in range(d + 1))
-    assert loss.metrics.prefix_match_K.tolist() == expected
+    assert loss.metrics_MK[-1].tolist() == expected
     assert 0 < expected[3] < expected[0] < rows.counts[0]
 
 

@@ -14,7 +14,7 @@ from support import many
 from peagle.cli import build_command
 from peagle.config import OBJECTIVES, TrainConfig
 from peagle.errors import UserError
-from peagle.training.recipe import RESUMABLE, Recipe, make_recipe, recipe_differences
+from peagle.training.recipe import RESUMABLE, Recipe, make_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def test_written_and_read_again(tmp_path_factory: pytest.TempPathFactory, recipe
     file = tmp_path_factory.getbasetemp() / "recipe.toml"
     file.write_text(recipe.toml(), encoding="utf-8")
     assert make_recipe(file, {}) == recipe
-    assert recipe_differences(recipe, make_recipe(file, {})) == []
+    assert recipe.changes(make_recipe(file, {})) == []
     # the same by flags, which are text where a setting has several kinds
     texts = {
         name: ",".join(map(str, value)) if name == "aux_layer_ids" else str(value) if name == "chunk_size" else value
@@ -59,7 +59,8 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
     file = tmp_path / "r.toml"
     file.write_text('data = "a.jsonl"\nlr = 1\nsave-minutes = 2\nmethod = "eagle3"\n')
     made = make_recipe(file, {"lr": 0.5, "steps": None, "data": (), "target": None})
-    assert (made.data, made.train.lr, made.train.save_minutes, made.train.num_new_layers) == (("a.jsonl",), 0.5, 2.0, 1)
+    assert (made.data, made.train.lr, made.train.save_minutes) == (("a.jsonl",), 0.5, 2.0)
+    assert (made.train.method, made.train.num_depths) == ("eagle3", 4)
     assert made.train.steps is None and made.train.max_grad_norm == TrainConfig().max_grad_norm
 
 
@@ -122,10 +123,10 @@ def test_fields_that_a_resumed_run_must_keep() -> None:
             value = (not f.default) if kind == "bool" else "x" if "str" in kind else (f.default or 0) / 2 + 0.4
             value = 7 if "int" in kind else value
         now = Recipe(("d",), before.target, TrainConfig(**{f.name: value}))
-        found = recipe_differences(before, now)
+        found = before.changes(now)
         assert (found == []) == (f.name in RESUMABLE), f.name
         assert all(line.startswith(f"{f.name} was ") for line in found[:1])  # the method changes num_depths too
-    assert recipe_differences(before, Recipe(("e",))) == ["data was ['d'], is ['e']"]
+    assert before.changes(Recipe(("e",))) == ["data was ['d'], is ['e']"]
 
 
 def test_shipped_recipes() -> None:

@@ -35,7 +35,7 @@ from peagle.training.hidden_states.online import OnlineHiddenStates
 from peagle.training.optimizer import Optimizer, Schedule, is_decayed, plan_flat_buffer
 from peagle.training.resume import RunFolder, TrainingState
 from peagle.training.run import train, write_drafter
-from peagle.training.trainer import StepLoader, Trainer
+from peagle.training.trainer import Trainer, load_steps, prefetch
 from peagle.training.validation import AcceptanceCounts, ValidationAcceptance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,7 +139,7 @@ def test_bf16_has_fp32_masters() -> None:
 
 def test_schedules() -> None:
     def rates(decay: str, steps: int = 100) -> list[float]:
-        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=10, lr_schedule=decay, steps=steps), 1.0)  # type: ignore[arg-type]
+        schedule = Schedule(TrainConfig(lr=1.0, warmup_steps=10, lr_schedule=decay, steps=steps), 1.0)  # type: ignore[arg-type]
         return [schedule.learning_rate(s, schedule.progress(s, 0.0)) for s in range(steps)]
 
     assert rates("constant") == [min(1.0, (s + 1) / 10) for s in range(100)]
@@ -155,7 +155,7 @@ def test_warmup_takes_at_most_a_tenth() -> None:
 
     def full_at(seconds_per_step: float, **length: float) -> int:
         """The first step, counted from 1, with the peak learning rate; the rate rises until then."""
-        schedule = Schedule.from_config(TrainConfig(lr=1.0, warmup_steps=100, lr_schedule="constant", **length), 1.0)  # type: ignore[arg-type]
+        schedule = Schedule(TrainConfig(lr=1.0, warmup_steps=100, lr_schedule="constant", **length), 1.0)  # type: ignore[arg-type]
         rates = [schedule.learning_rate(s, schedule.progress(s, s * seconds_per_step)) for s in range(200)]
         assert rates == sorted(rates) and rates[0] > 0.0 and rates[-1] == 1.0
         return rates.index(1.0) + 1
@@ -169,17 +169,17 @@ def test_warmup_takes_at_most_a_tenth() -> None:
 
 def test_run_lengths() -> None:
     """In steps, minutes and epochs; the shortest ends the run."""
-    both = Schedule.from_config(TrainConfig(steps=100, minutes=2.0), 7.0)
+    both = Schedule(TrainConfig(steps=100, minutes=2.0), 7.0)
     assert [both.progress(50, 0), both.progress(0, 30), both.progress(50, 90), both.progress(101, 0)] == [
         0.5,
         0.25,
         0.75,
         1.0,
     ]
-    assert Schedule.from_config(TrainConfig(epochs=2.5), 7.0).steps == 18
-    assert Schedule.from_config(TrainConfig(), 7.0).steps == 28
-    assert Schedule.from_config(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
-    timed = Schedule.from_config(TrainConfig(minutes=1.0, lr=1.0, warmup_steps=0, lr_schedule="linear"), 7.0)
+    assert Schedule(TrainConfig(epochs=2.5), 7.0).steps == 18
+    assert Schedule(TrainConfig(), 7.0).steps == 28
+    assert Schedule(TrainConfig(epochs=2, steps=5), 7.0).steps == 5
+    timed = Schedule(TrainConfig(minutes=1.0, lr=1.0, warmup_steps=0, lr_schedule="linear"), 7.0)
     assert timed.steps is None and timed.learning_rate(3, timed.progress(3, 30.0)) == pytest.approx(0.51)
 
 
@@ -331,7 +331,7 @@ def trainer(home: Path, out: Path, lengths: list[float], **settings: Any) -> Tra
         target=target,
         hidden_states=OnlineHiddenStates(target, drafter.cfg.aux_layer_ids),
         data=rows,
-        schedule=Schedule.from_config(cfg, 1.0),
+        schedule=Schedule(cfg, 1.0),
         folder=folder,
         world=DistributedContext(),
         validate=lambda _: counts(next(remaining)),
@@ -416,8 +416,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(home: Path) -> None:
     rows = load_responses(runs.recipe(home).data, None, pairs.VOCAB)
 
     def load_batches(cfg: TrainConfig, rank: int, size: int) -> list[tuple[PackedBatch, CodPositions]]:
-        feed = StepLoader(rows, cfg, DistributedContext(rank, size), TrainingState())
-        with feed.prefetching() as ready:
+        with prefetch(load_steps(rows, cfg, DistributedContext(rank, size), TrainingState(), None)) as ready:
             return [batch[:2] for _ in range(15) for batch in next(ready)[0]]  # over the end of an epoch
 
     alone = load_batches(runs.recipe(home, gradient_accumulation_steps=2).train, 0, 1)

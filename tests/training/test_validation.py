@@ -8,7 +8,7 @@ import pairs
 import pytest
 import torch
 
-from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, SamplingParams, ValidationEngineSettings
+from peagle.config import LOOP_NGRAM_TOKENS, LOOP_REPEATED_SHARE, SamplingParams
 from peagle.errors import UserError
 from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
@@ -48,7 +48,7 @@ def reference_counts(
 
 
 @pytest.mark.parametrize(("name", "k"), [("p-eagle-4", 5), ("p-eagle-1-reduced", 3), ("eagle3-4-reduced", 3)])
-def test_counts_equal_the_reference_as_the_drafter_changes(name: str, k: int) -> None:
+def test_counts_equal_the_reference_as_the_drafter_changes(name: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pairs.load_pair(name)
     evaluator = AcceptanceEvaluator(target, EOS, pairs.prompts(4), TOKENS, k)
     first = evaluator.measure(drafter)
@@ -62,10 +62,10 @@ def test_counts_equal_the_reference_as_the_drafter_changes(name: str, k: int) ->
     second = evaluator.measure(drafter)
     assert second == reference_counts(target, drafter, pairs.prompts(4), k) and second != first
     # fewer blocks than the prompts want: some wait, the counts stay
-    small = AcceptanceEvaluator(
-        target, EOS, pairs.prompts(4), TOKENS, k, ValidationEngineSettings(max_kv_cache_bytes=1, max_num_seqs=3)
-    )
-    assert small.measure(drafter) == second
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.config.VALIDATION_KV_CACHE_BYTES", 1)
+        patch.setattr("peagle.config.VALIDATION_NUM_SEQS", 3)
+        assert AcceptanceEvaluator(target, EOS, pairs.prompts(4), TOKENS, k).measure(drafter) == second
     evaluator.close()
     assert evaluator.measure(drafter) == second
 

@@ -13,8 +13,6 @@ Sums are kept per element of a block in fp32 and reduced at the end, so no pass 
 Shapes: C rows, Q teacher positions, V student vocabulary, U teacher vocabulary. All logarithms are in base 2.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

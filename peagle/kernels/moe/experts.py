@@ -1,14 +1,9 @@
 """Mixture of experts: routing rows to experts, and the gated MLPs of the chosen experts.
 
-`expert_mlp` picks one of three implementations:
-
-| rows | implementation |
-|---|---|
-| on the CPU | `expert_mlp_torch`, the reference, loops over the experts |
-| up to MAX_TRITON_ROWS | `expert_mlp_triton`: few rows scanned, more sorted by expert; the same bits |
-| more | `expert_mlp_grouped`: torch's grouped GEMM; MXFP4 weights become a temporary tensor |
-
-All but the first run without the host reading any result, so CUDA graphs can capture them.
+On the CPU `expert_mlp` is the reference, `expert_mlp_torch`, which loops over the experts. On a GPU it is
+`expert_mlp_triton` for up to MAX_TRITON_ROWS rows (few are scanned, more sorted by expert; the same bits), and torch's
+grouped GEMM for more, for which MXFP4 weights become a temporary tensor. Both run without the host reading any result,
+so CUDA graphs can capture them.
 
 Shapes: T rows, D hidden width, E experts, C chosen experts per row, I width of an expert, P = T * C pairs of row and
 expert, X = 2 I.

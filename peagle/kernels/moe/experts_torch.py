@@ -4,20 +4,12 @@ Shapes as in experts.py.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.kernels.moe.mxfp4 import PackedWeights
-
-
-class ClampedGate(NamedTuple):
-    """GPT-OSS's gate: gate and up are clamped at `limit`; the result is gate * sigmoid(alpha * gate) * (up + 1)."""
-
-    alpha: float
-    limit: float
 
 
 @dataclass(frozen=True)
@@ -28,7 +20,7 @@ class ExpertWeights:
     down_EDI: Tensor | PackedWeights
     gate_up_bias_EX: Tensor | None = None
     down_bias_ED: Tensor | None = None
-    clamp: ClampedGate | None = None  # None: SwiGLU
+    clamp: tuple[float, float] | None = None  # alpha and limit of GPT-OSS's gate (`apply_gate`); None: SwiGLU
 
     def gemm_weights(self, paired: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns weights, exponents and bias of the second GEMM if `paired`, else of the gated first one.
@@ -49,12 +41,14 @@ def route_torch(logits_TE: Tensor, chosen: int, normed: bool) -> tuple[Tensor, T
     return weight_TC, expert_TC.int()
 
 
-def apply_gate(y_TX: Tensor, clamp: ClampedGate | None) -> Tensor:
+def apply_gate(y_TX: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+    """SwiGLU; with `clamp`, gate and up are clamped at its limit and give gate * sigmoid(alpha * gate) * (up + 1)."""
     gate, up = y_TX.chunk(2, -1)
     if clamp is None:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+    alpha, limit = clamp
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def expert_mlp_torch(x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, experts: ExpertWeights) -> Tensor:

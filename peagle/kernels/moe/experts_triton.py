@@ -15,8 +15,6 @@ on an H200 they were equal to the bit, for one row alone and among 4 to 300.
 With TRITON_INTERPRET=1 set before the import, the launcher takes CPU tensors. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -29,13 +27,7 @@ from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import COLUMN_STEP, PackedWeights
 from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_FEW_ROWS, launch_few_rows
 from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, mxfp4_sums
-from peagle.kernels.moe.routing_triton import (
-    apply_gate_tile,
-    find_tile,
-    permuted_column,
-    sort_pairs,
-    sum_experts_triton,
-)
+from peagle.kernels.moe.routing_triton import find_tile, gate_tile, permuted_column, sort_pairs, sum_experts_triton
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
@@ -94,34 +86,12 @@ def _plain_sums(x, w, e, n, source, hit, N, K, x_row, PAIRED, BLOCK_M, BLOCK_N, 
 
 @triton.jit(do_not_specialize=["T"])  # compiled once for all row counts
 def _experts_kernel(
-    x,
-    w,
-    exponents,
-    bias,
-    chosen,
-    order,
-    ends,
-    weights,
-    y,
-    T,
-    E,
-    N,
-    K,
-    x_row,
-    y_row,
-    exponents_row,
-    alpha,
-    limit,
-    CHOSEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, w, exponents, bias, chosen, order, ends, weights, y,
+    T, E, N, K, x_row, y_row, exponents_row, alpha, limit,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, PAIRED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Computes a block of an expert's output columns for the pairs that are `hit`; rows are sorted unless ends is None.
 
     PAIRED: the second GEMM, where rows of x are pairs and the result is weighted. EXPERTS: E as a power of 2.
@@ -170,7 +140,7 @@ def _experts_kernel(
         if PAIRED:
             acc = acc * tl.load(weights + pair, mask=hit, other=0.0)[None, :]
         else:
-            acc = apply_gate_tile(acc, up, alpha, limit)
+            acc = gate_tile(acc, up, alpha, limit)
             if exponents is not None:
                 acc = tl.where((n < N)[:, None], acc, 0.0)
                 column = permuted_column(n)
@@ -224,22 +194,8 @@ def expert_mlp_triton(
                 block_n, block_k, warps, stages = FP32_TILE
         blocks = triton.cdiv(y.shape[1], block_n)
         _experts_kernel[(max_tiles, blocks) if packed else (blocks, max_tiles)](
-            x,
-            w,
-            exponents,
-            bias,
-            expert_TC,
-            order_P,
-            ends_E,
-            weight_TC,
-            y,
-            rows,
-            count,
-            columns,
-            depth,
-            x.stride(0),
-            y.stride(0),
-            0 if exponents is None else exponents.shape[2],
+            *(x, w, exponents, bias, expert_TC, order_P, ends_E, weight_TC, y),
+            *(rows, count, columns, depth, x.stride(0), y.stride(0), 0 if exponents is None else exponents.shape[2]),
             *(experts.clamp or (None, None)),
             CHOSEN=chosen,
             EXPERTS=triton.next_power_of_2(count),

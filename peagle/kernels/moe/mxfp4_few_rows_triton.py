@@ -20,8 +20,6 @@ are not stored. Among so few rows most experts have one or two, so this saves mo
 The interpreter runs plain Triton code in place of the PTX. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -29,8 +27,8 @@ from torch import Tensor
 
 from peagle.kernels.moe.experts_torch import ExpertWeights
 from peagle.kernels.moe.mxfp4 import BLOCK
-from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, decode, row_start
-from peagle.kernels.moe.routing_triton import apply_gate_tile
+from peagle.kernels.moe.mxfp4_triton import FOUR_WORDS, HAVE_PTX, decode, row_start
+from peagle.kernels.moe.routing_triton import gate_tile
 from peagle.kernels.triton_utils import pdl_launch_options
 
 MAX_FEW_ROWS = 8  # rows of x of one MMA
@@ -70,12 +68,7 @@ def _load_four(at, LOAD: tl.constexpr, ASM: tl.constexpr):
     """Loads 16 bytes as four int32. Not pure: it must not move before the wait for the previous kernel."""
     if ASM:
         return tl.inline_asm_elementwise(
-            LOAD,
-            "=r,=r,=r,=r,l",
-            [at.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
+            LOAD, "=r,=r,=r,=r,l", [at.to(tl.int64)], dtype=FOUR_WORDS, is_pure=False, pack=1
         )
     else:
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -186,27 +179,11 @@ def _find_pair(chosen, row, T, e, CHOSEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _few_rows_kernel(
-    x,
-    w,
-    exponents,
-    bias,
-    chosen,
-    weights,
-    y,
-    T,
-    x_row,
-    alpha,
-    limit,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    E_ROW: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    PAIRED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WARPS: tl.constexpr,
-    ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, w, exponents, bias, chosen, weights, y,
+    T, x_row, alpha, limit,
+    N: tl.constexpr, G: tl.constexpr, E_ROW: tl.constexpr, CHOSEN: tl.constexpr, PAIRED: tl.constexpr,
+    AHEAD: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """x, w and exponents are int32, x_row counts int32; rows of exponents have E_ROW bytes. PAIRED: the second GEMM;
     of the first, a warp has 8 gates and their ups. A thread loads row g of x, if it chose the expert, and has sums of
     rows 2 t and 2 t + 1."""
@@ -284,7 +261,7 @@ def _few_rows_kernel(
                 pair = _find_pair(chosen, 2 * t + second, T, e, CHOSEN)
                 total = sums[2 * eight + second] + own_bias
                 if GLU:
-                    total = apply_gate_tile(total, sums[2 + second] + up_bias, alpha, limit)
+                    total = gate_tile(total, sums[2 + second] + up_bias, alpha, limit)
                 if PAIRED:
                     total = total * tl.load(weights + pair, mask=pair >= 0, other=0.0)
                 to = y + pair.to(tl.int64) * N + n + 8 * eight
@@ -306,15 +283,8 @@ def launch_few_rows(
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
     blocks = x.shape[1] // BLOCK
     _few_rows_kernel[(columns // (tile * warps), len(words))](
-        x.view(torch.int32),
-        words,
-        exponents.view(torch.int32),
-        bias,
-        expert_TC,
-        weight_TC,
-        y,
-        rows,
-        x.stride(0) // 2,
+        *(x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y),
+        *(rows, x.stride(0) // 2),
         *(experts.clamp or (None, None)),
         N=columns,
         G=blocks,

@@ -13,8 +13,6 @@ loaded, Triton would pair any two that a thread holds, possibly of different blo
 Shapes as in mxfp4.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -44,6 +42,7 @@ _DECODE = tl.constexpr(
     + "".join(f"fma.rn.bf16x2 ${i}, ${i}, $5, nothing;\n" for i in range(4))
     + "}"
 )
+FOUR_WORDS = tl.constexpr((tl.int32,) * 4)
 ROWS, WIDTH = 8, 1024  # tile of `unpack_words_triton`
 HAVE_PTX = not INTERPRETED and torch.version.cuda is not None
 
@@ -60,12 +59,7 @@ def decode(pairs, powers, ASM: tl.constexpr):
     """Decodes pairs of words with their power of 2, given twice, into four pairs of bf16 numbers."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _DECODE,
-            "=&r,=&r,=&r,=&r,r,r",
-            [pairs, powers],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+            _DECODE, "=&r,=&r,=&r,=&r,r,r", [pairs, powers], dtype=FOUR_WORDS, is_pure=True, pack=1
         )
     else:
         fourth = ((pairs << 1) & -2147450880) | ((pairs >> 3) & 0x00800080) | ((pairs >> 5) & 0x01400140)

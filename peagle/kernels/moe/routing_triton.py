@@ -9,8 +9,6 @@ Nothing is read back to the host: a program of a sorted GEMM finds its expert an
 With TRITON_INTERPRET=1 set before the import, the launchers take CPU tensors. Shapes as in experts.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -98,7 +96,7 @@ def find_tile(ends, tile, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def apply_gate_tile(gate, up, alpha, limit):
+def gate_tile(gate, up, alpha, limit):
     if limit is not None:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -144,17 +142,9 @@ def sort_pairs(
         permuted_TK = x_TD.new_empty(len(x_TD), triton.cdiv(width, COLUMN_STEP) * COLUMN_STEP)
         programs = max(count, min(len(x_TD), MAX_SORT_PROGRAMS))
     _sort_kernel[(programs,)](
-        expert_TC,
-        order_P,
-        ends_E,
-        x_TD,
-        permuted_TK,
-        expert_TC.numel(),
-        count,
-        len(expert_TC),
-        width,
-        0 if x_TD is None else x_TD.stride(0),
-        0 if permuted_TK is None else permuted_TK.shape[1],
+        *(expert_TC, order_P, ends_E, x_TD, permuted_TK),
+        *(expert_TC.numel(), count, len(expert_TC), width),
+        *(0 if x_TD is None else x_TD.stride(0), 0 if permuted_TK is None else permuted_TK.shape[1]),
         SCAN=scan,
         WIDTH=SCAN,
         num_warps=warps,

@@ -30,17 +30,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle.checkpoints.files import read_json, write_json
-from peagle.config import CacheSettings, HiddenStatesDtype
+from peagle.config import CACHE_FORWARD_TOKENS, CACHE_SHARD_BYTES, HiddenStatesDtype
 from peagle.data.batches import PackedBatch, ResponseDataset, pack
 from peagle.errors import UserError
 from peagle.kernels.host_transfer import copy_to_device
-from peagle.training.hidden_states.online import (
-    OnlineHiddenStates,
-    TargetHiddenStates,
-    documents_in_order,
-    split_documents,
-    target_weights_hash,
-)
+from peagle.training.hidden_states import online
+from peagle.training.hidden_states.online import OnlineHiddenStates, TargetHiddenStates
 
 VERSION = 3  # of the layout above
 KEY_FILE = "key.json"
@@ -91,20 +86,19 @@ class HiddenStatesCache:
         self,
         folder: Path,
         dataset: ResponseDataset,
-        online: OnlineHiddenStates,
+        source: OnlineHiddenStates,
         max_seq_len: int,
-        settings: CacheSettings | None = None,
+        dtype: HiddenStatesDtype = "bfloat16",
     ) -> None:
-        self.folder, self.online, self.max_seq_len = folder, online, max_seq_len
+        self.folder, self.source, self.max_seq_len, self.dtype = folder, source, max_seq_len, dtype
         self.flag = f"--hidden-states-cache {folder}"
-        self.settings = settings or CacheSettings()
-        num_states, width = 1 + len(online.aux_layer_ids), online.target.cfg.layer.hidden_size
-        self.token_bytes = num_states * (2 * width if self.settings.dtype == "bfloat16" else width + 4)
+        num_states, width = 1 + len(source.aux_layer_ids), source.target.cfg.layer.hidden_size
+        self.token_bytes = num_states * (2 * width if dtype == "bfloat16" else width + 4)
         self.epoch = pack(dataset, max_seq_len)
-        self.documents = list(documents_in_order(self.epoch))
+        self.documents = list(online.documents_in_order(self.epoch))
         self.num_tokens = [len(document.token_ids) for document in self.documents]
         sizes = [self.token_bytes * num_tokens for num_tokens in self.num_tokens]
-        self.shards = list(group_by_size(sizes, self.settings.shard_bytes))  # first and last document
+        self.shards = list(group_by_size(sizes, CACHE_SHARD_BYTES))  # first and last document
         self._locations: dict[str, tuple[int, slice]] = {}  # document key -> shard and its tokens
         for index, (begin, end) in enumerate(self.shards):
             start = 0
@@ -136,12 +130,12 @@ class HiddenStatesCache:
         path = self.folder / KEY_FILE
         key = {
             "version of peagle": VERSION,
-            "target": target_weights_hash(self.online.target),
-            "--aux-layer-ids": list(self.online.aux_layer_ids),
+            "target": online.target_weights_hash(self.source.target),
+            "--aux-layer-ids": list(self.source.aux_layer_ids),
             "--max-seq-len": self.max_seq_len,  # before the data, whose hash it changes
             "data": hashlib.sha256("".join(d.key for d in self.documents).encode()).hexdigest(),
-            "--hidden-states-dtype": self.settings.dtype,
-            "shard size": self.settings.shard_bytes,
+            "--hidden-states-dtype": self.dtype,
+            "shard size": CACHE_SHARD_BYTES,
         }
         if not path.exists():
             if any(not other.name.startswith(".") for other in self.folder.iterdir()):
@@ -169,12 +163,12 @@ class HiddenStatesCache:
 
     def _write_shard(self, index: int) -> None:
         begin, end = self.shards[index]
-        passes = group_by_size(self.num_tokens[begin:end], self.settings.forward_tokens)
+        passes = group_by_size(self.num_tokens[begin:end], CACHE_FORWARD_TOKENS)
         selected = self.epoch.dataset.selected[begin:end]
         parts: dict[str, list[Tensor]] = {}
         for batch in replace(self.epoch, groups=tuple(selected[first:last] for first, last in passes)):
-            states = self.online.states(batch)
-            for name, x in quantize_states(states, self.settings.dtype, len(self.online.aux_layer_ids)).items():
+            states = self.source.states(batch)
+            for name, x in quantize_states(states, self.dtype, len(self.source.aux_layer_ids)).items():
                 parts.setdefault(name, []).append(x.cpu())
         path = self.shard_path(index)
         unfinished = path.with_name(f".{path.name}.unfinished")
@@ -190,9 +184,9 @@ class HiddenStatesCache:
 
     def states(self, batch: PackedBatch) -> TargetHiddenStates:
         """On the target's device, in its dtype."""
-        weight = self.online.target.embed_tokens.weight
+        weight = self.source.target.embed_tokens.weight
         parts: dict[str, list[Tensor]] = {}
-        for document in split_documents(batch):
+        for document in online.split_documents(batch):
             if document.key not in self._locations:
                 problem = f"row {document.row_id!r} is missing or has other tokens"
                 raise UserError(f"{self.flag}: {problem}; name a new folder for other data")

@@ -1,8 +1,5 @@
 """Hidden states written by vLLM servers with the `extract_hidden_states` method and ExampleHiddenStatesConnector.
 
-`vllm_serve_command` is the command of such a server, `request_hidden_states` sends it the rows of a dataset, and
-`VllmHiddenStates` reads the files. Rows that have a file are not sent again.
-
 Each request makes one file, `<request id>.safetensors`: `hidden_states` [tokens, layers, target width], layers in
 ascending order, and `token_ids` [tokens] of the prompt. A data row is sent as a prompt of its token ids, truncated as
 `pack` truncates it, with one token to generate. With `include_output_tokens` the file has the generated tokens too,
@@ -40,17 +37,12 @@ REPORT_INTERVAL_S = 10.0
 FILE_TIMEOUT_S = 60.0  # until the file of an answered request must exist
 
 
-def required_layer_ids(target: DecoderConfig, aux_layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """The layer ids that vLLM must extract."""
-    return tuple(sorted({*aux_layer_ids, target.num_layers}))
-
-
 class HiddenStatesFiles:
     """Index of a folder: finds the file of a data row by the hash of its tokens."""
 
     def __init__(self, folder: Path, target: DecoderConfig, aux_layer_ids: Sequence[int], max_seq_len: int) -> None:
         self.folder, self.target, self.max_seq_len = folder, target, max_seq_len
-        self.layer_ids = required_layer_ids(target, aux_layer_ids)
+        self.layer_ids = tuple(sorted({*aux_layer_ids, target.num_layers}))  # that vLLM must extract
         if not folder.is_dir():
             raise UserError(f"--vllm-hidden-states {folder}: no such folder")
         self._file_of: dict[str, Path] = {}
@@ -115,18 +107,14 @@ class VllmHiddenStates:
         for document in online.split_documents(batch):
             path = self.files.find(document)
             assert path is not None, f"no file has the tokens of row {document.row_id!r}"  # see `check`
-            parts.append(self._read_states(path, len(document.token_ids)))
+            num_tokens = len(document.token_ids)
+            with safe_open(path, framework="pt") as handle:
+                rows: Tensor = handle.get_slice("hidden_states")[:num_tokens]
+            # zeros at the last token if the file ends before it
+            parts.append(rows if len(rows) == num_tokens else torch.cat([rows, torch.zeros_like(rows[:1])]))
         states_NLD = copy_to_device(torch.cat(parts), weight.device).to(weight.dtype)
         at = [self.files.layer_ids.index(layer_id) for layer_id in self.aux_layer_ids]
         return TargetHiddenStates(self.target.norm(states_NLD[:, -1].contiguous()), states_NLD[:, at].flatten(1))
-
-    def _read_states(self, path: Path, num_tokens: int) -> Tensor:
-        """[num_tokens, L, D]; zeros at the last token if the file ends before it."""
-        with safe_open(path, framework="pt") as handle:
-            rows: Tensor = handle.get_slice("hidden_states")[:num_tokens]
-        if len(rows) < num_tokens:
-            rows = torch.cat([rows, torch.zeros_like(rows[:1])])
-        return rows
 
 
 class PrefillServer(EndpointGenerator):
@@ -134,7 +122,7 @@ class PrefillServer(EndpointGenerator):
 
     def _generate(self, request: GenerationRequest) -> GenerationResult:
         body = {"model": self.model, "prompt": request.prompt_token_ids, "max_tokens": 1, "temperature": 0.0}
-        self._request_json("POST", "/completions", body)
+        self._post("/completions", body)
         return GenerationResult(request.request_id, [])
 
 
