@@ -104,26 +104,22 @@ def build_bench_tables(rows: Sequence[BenchRow]) -> list[Table]:
 
 
 def _throughput_cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
+    speedup, baseline = "-", find_baseline(row, rows)
+    if baseline is not None and baseline is not row:
+        try:
+            speedup = str(compute_speedup(row, baseline))
+        except UserError:  # the warnings below the table explain it
+            speedup = "n/a"
     value, interval = row.output_throughput, row.output_throughput_ci95
     failed = sum(sum(repeat.failed.values()) for repeat in row.repeats)
     lengths = [repeat.acceptance_length for repeat in row.repeats if repeat.acceptance_length is not None]
     return [
         f"{value:,.0f}" if value >= 100 else f"{value:.1f}",
         f"{(interval[1] - interval[0]) / 2 / value:.1%}" if interval is not None and value else "-",
-        _format_speedup(row, rows),
+        speedup,
         _format_number(sum(lengths) / len(lengths) if lengths else None),
         str(failed or "-"),
     ]
-
-
-def _format_speedup(row: BenchRow, rows: Sequence[BenchRow]) -> str:
-    baseline = find_baseline(row, rows)
-    if baseline is None or baseline is row:
-        return "-"
-    try:
-        return str(compute_speedup(row, baseline))
-    except UserError:  # the warnings below the table explain it
-        return "n/a"
 
 
 def _latency_cells(row: BenchRow) -> list[str]:
