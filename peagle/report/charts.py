@@ -133,12 +133,6 @@ def format_ticks(axis: ChartAxis) -> list[str]:
     return [f"{tick:,.{decimals}f}" for tick in axis.ticks]
 
 
-def load_axis(label: str, loads: Sequence[float]) -> ChartAxis:
-    """Axis with a tick per load, logarithmic beyond a factor of 4."""
-    ticks = tuple(sorted(set(loads)))
-    return ChartAxis(label, ticks, is_log=ticks[0] > 0 and ticks[-1] > 4 * ticks[0])
-
-
 def value_axis(label: str, values: Sequence[float]) -> ChartAxis:
     """Axis from zero, or a logarithmic one for a wide range."""
     low, high = min(values), max(values)
