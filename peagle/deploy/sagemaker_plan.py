@@ -90,10 +90,13 @@ def build_plan(pair: DeployedPair, settings: SagemakerSettings) -> SagemakerPlan
         found = {path for pattern in HUB_FILES for path in model.folder.glob(pattern)}
         files = sorted(path for path in found if not path.name.startswith("consolidated"))
         uploads |= {path: f"{prefix}{role}/{path.name}" for path in files}
+    image = f"{ECR_ACCOUNT}.dkr.ecr.{settings.region}.amazonaws.com/vllm:{settings.image_tag}"
+    if settings.image is None and settings.region not in ECR_REGIONS:
+        raise UserError(f"--region {settings.region}: the account of AWS's containers there is not known; give --image")
     list_price = INSTANCES.get(settings.instance_type, {}).get("price")
     return SagemakerPlan(
         settings,
-        settings.image or _default_image(settings),
+        settings.image or image,
         _environment(pair, settings, names),
         bucket or None,
         prefix,
@@ -124,12 +127,6 @@ def resolve_tensor_parallel(settings: SagemakerSettings) -> int:
     return int(INSTANCES[settings.instance_type]["num_gpus"])
 
 
-def _default_image(settings: SagemakerSettings) -> str:
-    if settings.region not in ECR_REGIONS:
-        raise UserError(f"--region {settings.region}: the account of AWS's containers there is not known; give --image")
-    return f"{ECR_ACCOUNT}.dkr.ecr.{settings.region}.amazonaws.com/vllm:{settings.image_tag}"
-
-
 def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping[str, str]) -> dict[str, str]:
     flags = build_vllm_flags(
         model=names["target"],
@@ -150,22 +147,20 @@ def _environment(pair: DeployedPair, settings: SagemakerSettings, names: Mapping
     return values
 
 
-def format_cost(plan: SagemakerPlan) -> str:
-    settings = plan.settings
-    if plan.price is None:
-        return f"cost: not known for {settings.instance_type}; look it up and give --price"
-    hour = plan.price * settings.instances
-    each = f"{settings.instances} x {plan.price:g} " if settings.instances > 1 else ""
-    source = "from --price" if settings.price is not None else f"list price in {PRICE_REGION}, {PRICE_DATE}"
-    return (
-        f"cost: {each}USD {hour:.2f} an hour, {hour * 24:.0f} a day, {hour * HOURS_PER_MONTH:.0f} a month "
-        f"({source}), from creation to deletion, even if unused; storage and traffic cost extra"
-    )
-
-
 def format_plan(plan: SagemakerPlan) -> str:
     """Returns everything that would be created, and its cost."""
-    lines = [f"region: {plan.settings.region}", format_cost(plan)]
+    settings = plan.settings
+    if plan.price is None:
+        cost = f"not known for {settings.instance_type}; look it up and give --price"
+    else:
+        hour = plan.price * settings.instances
+        each = f"{settings.instances} x {plan.price:g} " if settings.instances > 1 else ""
+        source = "from --price" if settings.price is not None else f"list price in {PRICE_REGION}, {PRICE_DATE}"
+        cost = (
+            f"{each}USD {hour:.2f} an hour, {hour * 24:.0f} a day, {hour * HOURS_PER_MONTH:.0f} a month "
+            f"({source}), from creation to deletion, even if unused; storage and traffic cost extra"
+        )
+    lines = [f"region: {settings.region}", f"cost: {cost}"]
     if plan.artifact is not None:
         upload_bytes = sum(path.stat().st_size for path in plan.uploads)
         lines.append(f"upload: {len(plan.uploads)} files, {upload_bytes / 1e9:.2f} GB, to {plan.artifact}")
