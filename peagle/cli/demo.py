@@ -39,6 +39,8 @@ def demo(
     settings: Annotated[EngineSettings, "num_speculative_tokens", "device", "dtype"] = ENGINE,
 ) -> None:
     """See speculative decoding at work: SmolLM2-135M alone, with an EAGLE-3 drafter and with a P-EAGLE drafter."""
+    from rich.text import Text
+
     from peagle.cli.demo_view import DemoView, run_in_turns
 
     texts = tuple(prompts or PROMPTS)
@@ -48,7 +50,11 @@ def demo(
         prompt_token_ids, decode, engines = _build_engines(texts, settings, lambda text: status.update(text))
     dtype, device = engines[0].llm.dtype, str(engines[0].llm.model_runner.device)
     view = DemoView(decode)
-    view.show_start(f"{TARGET_NAME} in {dtype} on {device}, K = {settings.num_speculative_tokens}")
+    view.print_line(
+        f"{TARGET_NAME} in {dtype} on {device}, K = {settings.num_speculative_tokens}. Each engine has its own clock."
+    )
+    if view.screen.is_terminal:
+        view.screen.print(Text.assemble("Accepted draft tokens look ", ("like this", view.draft_style), "."))
     different: list[int] = []  # prompts
     for number, (text, token_ids) in enumerate(zip(texts, prompt_token_ids, strict=True), 1):
         for engine in engines:

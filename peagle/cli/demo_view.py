@@ -125,12 +125,22 @@ def render_panes(screen: Console, panes: Sequence[DemoPane], draft_style: str) -
     ]
     num_lines = min(max(2, pane_height - 2), max(map(len, wrapped)))
     baseline = panes[0].engine.result()
+
+    def describe_progress(engine: DemoEngine) -> str:
+        result = engine.result()
+        if not result.token_ids:
+            return "prefill"
+        text = f"{len(result.token_ids)} tokens, [bold]{result.tokens_per_second:.1f}/s[/bold]"
+        if result.acceptance_length is not None:
+            text += f", AL {result.acceptance_length:.2f}"
+        return f"{text}, [bold]{result.speedup_over(baseline):.2f}x[/bold]" if engine.drafter else text
+
     panels = [
         Panel(
             Text("\n").join(lines[-num_lines:]),
             title=f"[bold]{pane.engine.name}[/bold]",
             title_align="left",
-            subtitle=describe_progress(pane.engine.result(), baseline if pane.engine.drafter else None),
+            subtitle=describe_progress(pane.engine),
             subtitle_align="right",
             border_style="dim" if not pane.engine.finished else "green" if pane.engine.drafter else "blue",
             height=num_lines + 2,
@@ -153,26 +163,16 @@ class DemoView:
         self.draft_style = "underline" if self.screen.no_color else DRAFT_STYLE
         self._decode = decode
 
-    def show_start(self, setup: str) -> None:
-        self.print_line(f"{setup}. Each engine has its own clock.")
-        if self.screen.is_terminal:
-            self.screen.print(Text.assemble("Accepted draft tokens look ", ("like this", self.draft_style), "."))
-
     @contextmanager
     def show_prompt(self, title: str, engines: Sequence[DemoEngine]) -> Iterator[Callable[[], None]]:
         """Shows one prompt. Yields the function to call between steps."""
-        if self.screen.is_terminal:
-            with self._show_panes(title, engines) as update:
-                yield update
+        if not self.screen.is_terminal:
+            self.print_line(f"\n{title}")
+            yield lambda: None
+            texts = {self._decode(engine.requests[-1].output_token_ids): engine.name for engine in reversed(engines)}
+            for text, name in reversed(texts.items()):
+                self.print_line(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
             return
-        self.print_line(f"\n{title}")
-        yield lambda: None
-        texts = {self._decode(engine.requests[-1].output_token_ids): engine.name for engine in reversed(engines)}
-        for text, name in reversed(texts.items()):
-            self.print_line(f"{'' if len(texts) == 1 else f'{name}:'}\n{text}")
-
-    @contextmanager
-    def _show_panes(self, title: str, engines: Sequence[DemoEngine]) -> Iterator[Callable[[], None]]:
         panes = [DemoPane(engine, self._decode) for engine in engines]
         self.screen.print()
         self.screen.rule(Text(title, style="bold", overflow="ellipsis", no_wrap=True), align="left", style="dim")
@@ -213,13 +213,3 @@ class DemoView:
 
     def print_line(self, text: str) -> None:
         self.screen.print(text, markup=False, soft_wrap=True)
-
-
-def describe_progress(result: DemoResult, baseline: DemoResult | None) -> str:
-    """Returns the line below a pane."""
-    if not result.token_ids:
-        return "prefill"
-    text = f"{len(result.token_ids)} tokens, [bold]{result.tokens_per_second:.1f}/s[/bold]"
-    if result.acceptance_length is not None:
-        text += f", AL {result.acceptance_length:.2f}"
-    return text if baseline is None else f"{text}, [bold]{result.speedup_over(baseline):.2f}x[/bold]"

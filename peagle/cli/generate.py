@@ -52,7 +52,10 @@ def generate(
     The output is the same with and without a drafter.
     """
     if prompt == "-":
-        prompt = _read_stdin()
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError("standard input is not valid UTF-8") from None
     if not prompt.strip():
         raise UserError("the prompt is empty")
     engine = EmbeddedEngine(target, drafter, settings)
@@ -136,13 +139,6 @@ def summarize_output(output: CompletionOutput, seconds: float) -> str:
         return text
     counts = " ".join(map(str, output.num_accepted_tokens_per_pos))
     return f"{text}; acceptance length {output.acceptance_length:.2f}; accepted draft tokens by position: {counts}"
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError("standard input is not valid UTF-8") from None
 
 
 PARAMS = SamplingParams(max_tokens=512)

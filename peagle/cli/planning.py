@@ -188,6 +188,7 @@ def tune(
 
     Ctrl-C prints the batch sizes measured so far; with --cost-table the same command resumes later.
     """
+    from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
     from peagle.planning.acceptance import load_curves
     from peagle.planning.tuning import cost_table_key, load_engine
     from peagle.results.files import to_json, write_results
@@ -209,7 +210,9 @@ def tune(
     if curve is not None:
         adaptive_k.acceptance.set_prior_rates([curve.rate(i + 1) for i in range(adaptive_k.choices[-1])])
     loads = settings.concurrency or tuple(table.batch_sizes)
-    vllm_configs = {load: build_vllm_config(llm, drafter, adaptive_k.best_k(load)) for load in loads}
+    best_ks = {load: adaptive_k.best_k(load) for load in loads}
+    model, parallel = vllm_model_name(drafter, resolve_drafter(drafter)), llm.drafter.cfg.parallel
+    vllm_configs = {load: build_speculative_config(model, k, parallel) if k else None for load, k in best_ks.items()}
     rows = [
         TuneRow(size, k, seconds * 1e3, adaptive_k.tokens_per_second(size, k), k == adaptive_k.best_k(size))
         for (size, k), seconds in sorted(table.seconds.items())
@@ -272,16 +275,6 @@ def _measure(
     if path is not None:
         save_cost_table(path, table, key, finished=not num_missing)
     return table, num_missing
-
-
-def build_vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
-    """The value of vLLM's --speculative-config; None for no speculation. A built-in drafter becomes its folder."""
-    from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
-
-    assert llm.drafter is not None
-    if k == 0:
-        return None
-    return build_speculative_config(vllm_model_name(drafter, resolve_drafter(drafter)), k, llm.drafter.cfg.parallel)
 
 
 def recommend(adaptive_k: AdaptiveK) -> str:
