@@ -171,19 +171,13 @@ def summarize_repeat(
         if t.num_output_tokens > 1
     ]
     gaps = [later - earlier for t in completed for earlier, later in pairwise(t.chunk_times)]
+    latencies = {"ttft_ms": ttfts, "tpot_ms": tpots, "itl_ms": gaps, "e2el_ms": e2els}
     return BenchRepeat(
         duration=duration,
         completed=len(completed),
         failed=dict(Counter(t.failure for t in timings if t.failure is not None)),
         total_input_tokens=sum(t.num_input_tokens for t in completed),
         total_output_tokens=sum(t.num_output_tokens for t in completed),
-        ttft_ms=_milliseconds(ttfts),
-        tpot_ms=_milliseconds(tpots),
-        itl_ms=_milliseconds(gaps),
-        e2el_ms=_milliseconds(e2els),
         acceptance_length=acceptance_length,
+        **{name: Percentiles.of([s * 1e3 for s in seconds]) for name, seconds in latencies.items()},
     )
-
-
-def _milliseconds(seconds: list[float]) -> Percentiles | None:
-    return Percentiles.of([s * 1e3 for s in seconds])

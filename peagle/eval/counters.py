@@ -7,8 +7,6 @@ A failed request of a server (reset, timeout, 429, 5xx, invalid response) may ha
 group is measured again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -216,11 +214,9 @@ class ServerEvaluator(CounterEvaluator):
 
     def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
         deadline = time.monotonic() + self.server.settle_s
-        while True:
-            counters = self._parse_counters()
-            if counters[1] >= min_generation_tokens or time.monotonic() > deadline:
-                return counters
+        while (counters := self._parse_counters())[1] < min_generation_tokens and time.monotonic() <= deadline:
             time.sleep(0.02)
+        return counters
 
     def _parse_counters(self) -> SpecDecodeCounters:
         totals, per_pos = Counter[str](), Counter[int]()
@@ -232,10 +228,8 @@ class ServerEvaluator(CounterEvaluator):
             elif name in ("vllm:spec_decode_num_drafts", "vllm:generation_tokens"):
                 totals[name] += int(value)
         if len(totals) < 2 or not per_pos:
-            raise UserError(
-                f"--engine {self.server.url}: /metrics has no vllm:spec_decode_* counters; start the server with a "
-                "--speculative-config"
-            )
+            missing = "has no vllm:spec_decode_* counters; start the server with a --speculative-config"
+            raise UserError(f"--engine {self.server.url}: /metrics {missing}")
         counts = [per_pos[i] for i in range(max(per_pos) + 1)]
         return np.array([totals["vllm:spec_decode_num_drafts"], totals["vllm:generation_tokens"], *counts])
 
@@ -293,10 +287,8 @@ class ServerEvaluator(CounterEvaluator):
             raise GroupInvalid(f"status {reply.status_code}")
         rejected = [name for name in optional if name in message]
         if not rejected:
-            raise UserError(
-                f"--engine {url}: rejected a request ({reply.status_code}: {message}); check --max-model-len and "
-                "--max-tokens"
-            )
+            reason, fix = f"({reply.status_code}: {message})", "check --max-model-len and --max-tokens"
+            raise UserError(f"--engine {url}: rejected a request {reason}; {fix}")
         for name in rejected:
             self._optional_fields.pop(name, None)
         return self._request(method, path, body)

@@ -66,21 +66,26 @@ def build_plan(
             _plan_row(replica, target, d, settings, c, k) for d in drafters for k in settings.num_speculative_tokens
         ]
     if settings.per_user_throughput is not None:
-        rows = _filter_rows(rows, settings.per_user_throughput)
-    plan = ServingPlan(rows, replica, _acceptance_notes(drafters) + notes)
+        best = max(rows, key=lambda r: r.output_throughput / r.concurrency)
+        rows = [r for r in rows if r.output_throughput / r.concurrency >= settings.per_user_throughput]
+        if not rows:
+            given = f"--per-user-throughput {settings.per_user_throughput:g}"
+            most = f"{best.output_throughput / best.concurrency:.0f}"
+            at = f"{_describe(best)} at concurrency {best.concurrency}"
+            raise UserError(f"{given}: not reachable; the maximum is {most} ({at})")
+    assumed = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
+    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters[1:] if d.acceptance is drafters[0].acceptance]
+    notes = [
+        *(f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in assumed),
+        *(f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed),
+        *notes,
+    ]
+    plan = ServingPlan(rows, replica, notes)
     plan = replace(plan, rows=[replace(row, chosen=row is plan.fastest(row.concurrency)) for row in rows])
     if settings.throughput is None and settings.per_user_throughput is None:
         return replace(plan, recommendation=_recommend_per_concurrency(plan))
     methods = ["none", *(d.shape.method for d in drafters)]
     return replace(plan, recommendation=_recommend_deployment(plan, settings, methods))
-
-
-def _acceptance_notes(drafters: list[PlannedDrafter]) -> list[str]:
-    sources = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
-    notes = [f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in sources]
-    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters[1:] if d.acceptance is drafters[0].acceptance]
-    notes += [f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed]
-    return notes
 
 
 def _plan_row(
@@ -114,17 +119,6 @@ def _plan_row(
     )
 
 
-def _filter_rows(rows: list[PlanRow], per_user_throughput: float) -> list[PlanRow]:
-    kept = [r for r in rows if r.output_throughput / r.concurrency >= per_user_throughput]
-    if not kept:
-        best = max(rows, key=lambda r: r.output_throughput / r.concurrency)
-        raise UserError(
-            f"--per-user-throughput {per_user_throughput:g}: not reachable; the maximum is "
-            f"{best.output_throughput / best.concurrency:.0f} ({_describe(best)} at concurrency {best.concurrency})"
-        )
-    return kept
-
-
 def _select_concurrencies(
     replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
 ) -> tuple[list[int], list[str]]:
@@ -132,10 +126,8 @@ def _select_concurrencies(
     size, num_heads = replica.tensor_parallel_size, target.cfg.layer.num_heads
     sizes = [n for n in range(1, settings.max_tensor_parallel_size + 1) if num_heads % n == 0]
     if size not in sizes:
-        divisors = ", ".join(map(str, sizes[1:]))
-        raise UserError(
-            f"--tensor-parallel-size {size}: must divide the {num_heads} heads of {target.name}: {divisors}"
-        )
+        fix = f"must divide the {num_heads} heads of {target.name}: {', '.join(map(str, sizes[1:]))}"
+        raise UserError(f"--tensor-parallel-size {size}: {fix}")
     drafter = max((d.shape for d in drafters), key=lambda shape: shape.total_weight_bytes, default=None)
     num_tokens = settings.num_prompt_tokens + settings.num_output_tokens
     weight_bytes = target.total_weight_bytes + (drafter.total_weight_bytes if drafter is not None else 0)
