@@ -1,7 +1,7 @@
 """Prometheus metrics with vLLM's names, labels and buckets, so that vLLM's dashboards and clients work here.
 
 Requests are observed when they end; the engine's counts come from an `EngineStats` snapshot at every scrape. No text
-of a request reaches this module.
+of a request becomes part of a metric.
 """
 
 import math
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from peagle.server.engine_client import EngineStats
+from peagle.server.request_stream import Completion
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py)
 REQUEST_SECONDS = (
@@ -82,34 +83,25 @@ class ServerMetrics:
         self._rejected = {reason: rejected.labels(model, reason) for reason in REJECTION_REASONS}
 
     def observe_request(
-        self,
-        *,
-        ttft_s: float | None,
-        itl_s: Sequence[float],
-        e2e_s: float,
-        queue_s: float,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        finish_reason: str,
-        max_tokens: int | None = None,
+        self, completion: Completion, e2e_s: float, num_prompt_tokens: int, finish_reason: str, max_tokens: int
     ) -> None:
         """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM.
 
-        Seconds count from the arrival; `itl_s` are the gaps between steps that produced tokens. `ttft_s` is None if
-        no token was produced. `finish_reason` may also be "abort" (the client left) or "error".
+        `finish_reason` may also be "abort" (the client left) or "error".
         """
         self._finished[finish_reason].inc()
+        num_output_tokens, ttft_s = len(completion.token_ids), completion.first_token_s
+        queue_s = completion.queue_s if completion.queue_s is not None else e2e_s
         values: dict[str, float] = {
             "e2e_request_latency_seconds": e2e_s,
             "request_queue_time_seconds": queue_s,
             "request_prompt_tokens": num_prompt_tokens,
             "request_generation_tokens": num_output_tokens,
             "request_max_num_generation_tokens": num_output_tokens,
+            "request_params_max_tokens": max_tokens,
         }
-        if max_tokens is not None:
-            values["request_params_max_tokens"] = max_tokens
         if ttft_s is not None:
-            prefill_s, decode_s = max(ttft_s - queue_s, 0.0), sum(itl_s)
+            prefill_s, decode_s = max(ttft_s - queue_s, 0.0), sum(completion.token_gaps_s)
             values |= {
                 "time_to_first_token_seconds": ttft_s,
                 "request_prefill_time_seconds": prefill_s,
@@ -117,7 +109,7 @@ class ServerMetrics:
                 "request_inference_time_seconds": prefill_s + decode_s,
                 "request_time_per_output_token_seconds": decode_s / max(num_output_tokens - 1, 1),
             }
-            for seconds in itl_s:
+            for seconds in completion.token_gaps_s:
                 self._histograms["inter_token_latency_seconds"].observe(seconds)
         for name, value in values.items():
             self._histograms[name].observe(value)
@@ -177,16 +169,13 @@ class EngineStatsExporter(Collector):
         yield counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
         yield counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
         yield counter("peagle:late_compilations", "Kernels compiled while requests could run.", s.num_late_compilations)
-        if s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
-            yield counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
+        if per_pos := s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
+            num_drafts, by_position = sum(s.acceptance_histogram), {str(i): count for i, count in enumerate(per_pos)}
+            yield counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", num_drafts)
             yield counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)
-            yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", s.num_accepted_tokens)
-            yield counter(
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Accepted draft tokens by position in the draft, from 0.",
-                {str(position): count for position, count in enumerate(s.num_accepted_tokens_per_pos)},
-                "position",
-            )
+            yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", sum(per_pos))
+            text = "Accepted draft tokens by position in the draft, from 0."
+            yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", text, by_position, "position")
 
     def _build(self, family: Any, name: str, text: str, value: Any, label: str | None = None) -> Metric:
         """Builds a metric with one value, or with one per value of an extra label."""

@@ -106,7 +106,11 @@ class OpenAIResponseWriter:
                 calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
                 message |= {"content": content or None, "tool_calls": calls}
             body = {"message": message}
-        logprobs = self._build_logprobs(delta)
+        logprobs = None
+        if delta.logprobs is not None:
+            rows = list(zip(delta.token_ids, delta.logprobs, strict=True))
+            is_chat = self.kind == "chat"
+            logprobs = self._build_chat_logprobs(rows) if is_chat else self._build_text_logprobs(delta.index, rows)
         choice: JSON = {"index": delta.index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             self.finished[delta.index] = delta.completion
@@ -177,12 +181,6 @@ class OpenAIResponseWriter:
             detokenizer.finish()
             texts[-1] += detokenizer.text[start:]
         return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
-
-    def _build_logprobs(self, delta: OutputDelta) -> JSON | None:
-        if delta.logprobs is None:
-            return None
-        rows = list(zip(delta.token_ids, delta.logprobs, strict=True))
-        return self._build_chat_logprobs(rows) if self.kind == "chat" else self._build_text_logprobs(delta.index, rows)
 
     def _build_chat_logprobs(self, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
         def entry(token_id: int, row: TokenLogprobs) -> JSON:

@@ -235,7 +235,10 @@ def run_server(
             except Exception:
                 server.should_exit = True
                 raise
-            _limit_garbage_collection()
+            # Reference counts free almost everything. The collector would scan the imported libraries again and again.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(YOUNG_OBJECTS, 10, 10)
             info = engine.info
             assert info is not None
             drafter_and_k = f"{drafter} ({info.method}, K {num_speculative_tokens})" if drafter else "none"
@@ -253,13 +256,6 @@ def run_server(
 
     with asyncio.Runner(loop_factory=find_event_loop()) as runner:
         runner.run(main())
-
-
-def _limit_garbage_collection() -> None:
-    """Reference counts free almost everything. The collector would scan the imported libraries again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
 
 
 def find_event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -26,13 +26,7 @@ from peagle.server.request_body import parse_json, read_body, run_while_connecte
 from peagle.server.request_stream import RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.tokenization import ServerTokenizer
-from peagle.server.tool_calls import (
-    ToolCallFormat,
-    ToolCallParser,
-    build_forced_schema,
-    get_forced_format,
-    get_format,
-)
+from peagle.server.tool_calls import ToolCallFormat, ToolCallParser, build_forced_schema, get_forced_format, get_format
 from peagle.server.work_pool import WorkPool
 
 # Work is measured in characters to tokenize; parsing JSON is about 16 times as fast.
@@ -146,8 +140,7 @@ class ServerContext:
         call_format = get_forced_format(self.tool_call_format) if tools.forced else self.tool_call_format
         if call_format is None or tools.definitions is None:
             return None
-        names = [tool["function"]["name"] for tool in tools.definitions]
-        return partial(ToolCallParser, call_format, names)
+        return partial(ToolCallParser, call_format, [tool["function"]["name"] for tool in tools.definitions])
 
     def start_tag_is_special_token(self, tools: ToolUsage) -> bool:
         call_format = self.tool_call_format
@@ -160,7 +153,13 @@ class ServerContext:
         """Builds and checks the grammar of a request. The engine compiles it."""
         if response_format is None and not tools.forced:
             return None
-        build = partial(self._build_unchecked_grammar, response_format, tools)
+
+        def build() -> Grammar | None:
+            if tools.forced:
+                return json_schema_grammar(build_forced_schema(self.tool_call_format, tools.forced))
+            schema = response_format.get_schema() if response_format is not None else None
+            return None if schema is None else json_schema_grammar(schema)
+
         cancelled = threading.Event()
         try:
             grammar = await self.run(request, build)
@@ -175,17 +174,10 @@ class ServerContext:
         finally:
             cancelled.set()
 
-    def _build_unchecked_grammar(self, response_format: ResponseFormat | None, tools: ToolUsage) -> Grammar | None:
-        if tools.forced:
-            return json_schema_grammar(build_forced_schema(self.tool_call_format, tools.forced))
-        schema = response_format.get_schema() if response_format is not None else None
-        return None if schema is None else json_schema_grammar(schema)
-
     def reserve(self, num_completions: int) -> AbstractContextManager[None]:
         """Keeps places in the queue, before any work is put into the request. Raises if it is full."""
         with self._count_rejections():
-            self.engine.check_capacity(num_completions)
-        return self.engine.reserve(num_completions)
+            return self.engine.reserve(num_completions)
 
     def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool, deadline: float) -> RequestStream:
         with self._count_rejections():
@@ -212,18 +204,12 @@ class ServerContext:
         finish_reasons = []
         completions = request_stream.completions
         for completion in completions:
-            elapsed_s = now - completion.arrival_time
             finish_reason = completion.finish_reason if completion.index in writer.finished else None
             finish_reasons.append(finish_reason or ("error" if failed else "abort"))
+            elapsed_s, params = now - completion.arrival_time, writer.params
+            num_prompt_tokens = request_stream.requests[completion.index // params.n].num_prompt_tokens
             self.metrics.observe_request(
-                ttft_s=completion.first_token_s,
-                itl_s=completion.token_gaps_s,
-                e2e_s=elapsed_s,
-                queue_s=completion.queue_s if completion.queue_s is not None else elapsed_s,
-                num_prompt_tokens=request_stream.requests[completion.index // writer.params.n].num_prompt_tokens,
-                num_output_tokens=len(completion.token_ids),
-                finish_reason=finish_reasons[-1],
-                max_tokens=writer.params.max_tokens,
+                completion, elapsed_s, num_prompt_tokens, finish_reasons[-1], params.max_tokens
             )
         ttfts = [c.first_token_s for c in completions if c.first_token_s is not None]
         scope["log_fields"] |= {
