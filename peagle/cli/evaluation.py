@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.table import Table
 
 from peagle.cli.app import DRAFTERS, JSON, PROMPT_FILES, RESUMED_OUT, TARGET_HELP, TargetArgument, print_tables, verb
 from peagle.config import (
@@ -28,8 +29,6 @@ from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from peagle.results.schema import AcceptanceRow, Results
 
 

@@ -13,16 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from peagle.cli.app import DRAFTER, JSON, TARGET, console, verb
 from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineSettings, SamplingParams
 from peagle.config.options import option
+from peagle.display import DRAFT_STYLE, TARGET_STYLE
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from peagle.cli.chat_server import ServerBackend
     from peagle.engine.request import CompletionOutput
 
@@ -101,11 +102,11 @@ class EmbeddedEngine:
 
     def stream(self, prompt_token_ids: list[int], params: SamplingParams) -> Iterator[TextParts]:
         """Yields the new text after every engine step."""
-        from peagle.display import TokenTextSplitter
+        from peagle.engine.detokenizer import Detokenizer
 
         self._stopped = False
         decode = partial(self.llm.tokenizer.decode, skip_special_tokens=True)
-        splitter, num_chars = TokenTextSplitter(decode), 0
+        detokenizer, num_chars = Detokenizer(decode), 0
         with closing(self.llm.stream(prompt_token_ids, params)) as outputs:
             for out in outputs:
                 self.output = out
@@ -113,7 +114,9 @@ class EmbeddedEngine:
                     yield [(out.text[num_chars:], False)]
                     num_chars = max(num_chars, len(out.text))
                 else:
-                    yield splitter.add_tokens(out.token_ids, out.is_draft_token, out.finish_reason is not None)
+                    new = slice(detokenizer.num_tokens, None)
+                    texts = detokenizer.add_separately(out.token_ids[new], out.finish_reason is not None)
+                    yield list(zip(texts, out.is_draft_token[new], strict=True))
                 if self._stopped:
                     out.finish_reason = out.finish_reason or "abort"
                     break
@@ -125,10 +128,6 @@ class EmbeddedEngine:
 
 def print_parts(screen: Console, parts: TextParts) -> None:
     """Prints text, with accepted draft tokens shaded."""
-    from rich.text import Text
-
-    from peagle.display import DRAFT_STYLE, TARGET_STYLE
-
     for text, is_draft_token in parts:
         screen.print(Text(text, style=DRAFT_STYLE if is_draft_token else TARGET_STYLE), end="", soft_wrap=True)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from peagle.cli.app import (
     DRAFTER_FLAGS,
@@ -125,9 +127,6 @@ def plan(
 
 
 def _print_plan(serving_plan: ServingPlan, drafters: list[PlannedDrafter], settings: PlanSettings) -> None:
-    from rich import box
-    from rich.table import Table
-
     from peagle.results.schema import METHOD_NAMES
 
     replica, methods = serving_plan.replica, [d.shape.method for d in drafters]
@@ -295,8 +294,6 @@ def _print_results(
     vllm_configs: dict[int, dict[str, Any] | None],
     memory_bytes: dict[str, int],
 ) -> None:
-    from rich.table import Table
-
     headings = ("batch size", *(f"K={k}" for k in adaptive_k.choices), "best K", "tokens/s")
     shown = Table(*headings, title="milliseconds per decode step")
     for batch_size in adaptive_k.table.batch_sizes:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from peagle.checkpoints.drafter import read_drafter_config
 from peagle.checkpoints.target import eos_ids, read_target_config
 from peagle.checkpoints.validate import build_speculative_config
-from peagle.config import EvalServerSettings
+from peagle.config import EvalServerSettings, SamplingParams
 from peagle.data.generators import FATAL_STATUSES, REJECTED_STATUSES
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
@@ -147,18 +147,7 @@ class VllmEvaluator(CounterEvaluator):
         return np.array([*totals, *per_pos[:k]], dtype=np.int64)
 
     def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                temperature=request.params.temperature,
-                max_tokens=request.params.max_tokens,
-                seed=request.params.seed if request.params.temperature else None,
-                stop_token_ids=self.eos_ids,
-                detokenize=False,
-            )
-            for request in requests
-        ]
+        params = [to_vllm_params(request.params, self.eos_ids) for request in requests]
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         outputs = [out.outputs[0] for out in self._llm.generate(prompts, params, use_tqdm=False)]
         return [EvalResponse(list(o.token_ids), o.finish_reason or "length", len(o.token_ids)) for o in outputs]
@@ -176,6 +165,21 @@ def start_vllm(target: Path, speculative_config: dict[str, Any] | None, options:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         drafter = f" with {speculative_config['model']}" if speculative_config else ""
         raise UserError(f"--engine vllm: does not start{drafter} ({reason})") from error
+
+
+def to_vllm_params(params: SamplingParams, eos_ids: list[int], **options: Any) -> Any:
+    """vLLM's parameters for the same sampling. It has no tokenizer, so EOS ids are stop tokens."""
+    import vllm
+
+    return vllm.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=None if params.ignore_eos else eos_ids,
+        seed=params.seed if params.temperature else None,
+        detokenize=False,
+        **options,
+    )
 
 
 class ServerEvaluator(CounterEvaluator):

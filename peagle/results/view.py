@@ -1,23 +1,17 @@
 """Terminal output of `peagle eval` and `peagle bench`: tables of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
 
 from peagle.errors import UserError
 from peagle.results.comparison import compute_speedup, find_baseline
 from peagle.results.schema import AcceptanceRow, BenchRow, Results
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 def _new_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     """A table with columns for the names of a row, and for numbers."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name)

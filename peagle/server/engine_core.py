@@ -87,12 +87,9 @@ class EngineCore:
 
     def run_commands(self) -> None:
         """Runs the commands that have arrived; waits for one if there is nothing else to do."""
-        if self.llm.has_unfinished_requests:
-            timeout: float | None = 0.0
-        else:
-            timeout = GRAMMAR_POLL_S if self._compiling else None
+        idle_timeout = GRAMMAR_POLL_S if self._compiling else None
         aborted = False
-        for command in self.channel.receive(timeout):
+        for command in self.channel.receive(0.0 if self.llm.has_unfinished_requests else idle_timeout):
             if isinstance(command, AbortRequest):
                 self._abort(command.request_id, command.index)
                 aborted = True

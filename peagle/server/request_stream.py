@@ -128,23 +128,12 @@ class EngineRequest:
         completions: list[Completion],
         stream: bool,
     ) -> None:
+        self.id, self.num_prompt_tokens = next(_request_ids), len(prompt_token_ids)
         self.request_stream, self.completions = request_stream, completions
         self.started = False  # the engine works on it
         self.num_unfinished = len(completions)
-        self.command = AddRequest(
-            next(_request_ids),
-            prompt_token_ids,
-            params.without_text(),
-            send_every_step=stream or bool(params.stop),
-        )
-
-    @property
-    def id(self) -> int:
-        return self.command.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.command.prompt_token_ids)
+        every_step = stream or bool(params.stop)
+        self.command = AddRequest(self.id, prompt_token_ids, params.without_text(), every_step)
 
 
 class RequestStream:
@@ -198,7 +187,3 @@ class RequestStream:
 
     def fail(self, error: Exception) -> None:
         self._updates.put_nowait(error)
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [completion for request in self.requests for completion in request.completions]

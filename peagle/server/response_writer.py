@@ -170,16 +170,7 @@ class OpenAIResponseWriter:
     def _build_tokens(self, delta: OutputDelta) -> JSON:
         if delta.index not in self._detokenizers:
             self._detokenizers[delta.index] = self.tokenizer.new_detokenizer(replace(self.params, stop=()))
-        detokenizer = self._detokenizers[delta.index]
-        texts = []
-        for token_id in delta.token_ids:
-            start = len(detokenizer.text)
-            detokenizer.add_token(token_id)
-            texts.append(detokenizer.text[start:])
-        if delta.finish_reason is not None and texts:
-            start = len(detokenizer.text)
-            detokenizer.finish()
-            texts[-1] += detokenizer.text[start:]
+        texts = self._detokenizers[delta.index].add_separately(delta.token_ids, delta.finish_reason is not None)
         return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
 
     def _build_chat_logprobs(self, rows: list[tuple[int, TokenLogprobs]]) -> JSON:

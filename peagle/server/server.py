@@ -140,9 +140,9 @@ class Listener:
 class DrainingServer(uvicorn.Server):
     """Drains on the first signal and exits on the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineClient, shutdown_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient) -> None:
         super().__init__(config)
-        self.engine, self.shutdown_timeout_s = engine, shutdown_timeout_s
+        self.engine, self.shutdown_timeout_s = engine, engine.settings.shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -187,12 +187,11 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def build_server(
-    engine: EngineClient, settings: ServeSettings, drafter: str | None, num_speculative_tokens: int | str | None
-) -> DrainingServer:
+def build_server(engine: EngineClient, drafter: str | None, num_speculative_tokens: int | str | None) -> DrainingServer:
+    settings = engine.settings
     protocol = type("Protocol", (LimitedProtocol,), {"header_timeout_s": settings.header_timeout_s})
     config = uvicorn.Config(
-        build_app(ServerContext(engine, settings, drafter, num_speculative_tokens)),
+        build_app(ServerContext(engine, drafter, num_speculative_tokens)),
         http=protocol,
         ws="none",
         lifespan="on",
@@ -204,7 +203,7 @@ def build_server(
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=1,  # after our own draining
     )
-    return DrainingServer(config, engine, settings.shutdown_timeout_s)
+    return DrainingServer(config, engine)
 
 
 def run_server(
@@ -222,7 +221,7 @@ def run_server(
 
     async def main() -> None:
         engine = build_engine()
-        server = build_server(engine, settings, drafter, num_speculative_tokens)
+        server = build_server(engine, drafter, num_speculative_tokens)
 
         async def report_start() -> None:
             started = time.monotonic()

@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from peagle.config import Grammar, SamplingParams, ServeSettings
+from peagle.config import Grammar, SamplingParams
 from peagle.config.sampling import MAX_BAD_WORDS
 from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
@@ -39,17 +39,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class ServerContext:
-    def __init__(
-        self,
-        engine: EngineClient,
-        settings: ServeSettings,
-        drafter: str | None,
-        num_speculative_tokens: int | str | None,
-    ) -> None:
+    def __init__(self, engine: EngineClient, drafter: str | None, num_speculative_tokens: int | str | None) -> None:
         """`drafter` and `num_speculative_tokens` are the values of the command line, for /peagle/info."""
-        self.engine, self.settings = engine, settings
+        self.engine, self.settings = engine, engine.settings
         self.drafter, self.num_speculative_tokens = drafter, num_speculative_tokens
-        self.created, self.metrics = int(time.time()), ServerMetrics(settings.served_model_name)
+        self.created, self.metrics = int(time.time()), ServerMetrics(engine.settings.served_model_name)
         # Large requests have threads of their own, so that the others do not wait for them.
         self._pool, self._large_pool, self._grammar_pool = WorkPool(2), WorkPool(1), WorkPool(2)
 
@@ -202,19 +196,16 @@ class ServerContext:
         """Updates the metrics and the log when a request has ended, finished or not."""
         now = time.perf_counter()
         finish_reasons = []
-        completions = request_stream.completions
-        for completion in completions:
-            finish_reason = completion.finish_reason if completion.index in writer.finished else None
+        completions = [(c, request) for request in request_stream.requests for c in request.completions]
+        for c, request in completions:
+            finish_reason = c.finish_reason if c.index in writer.finished else None
             finish_reasons.append(finish_reason or ("error" if failed else "abort"))
-            elapsed_s, params = now - completion.arrival_time, writer.params
-            num_prompt_tokens = request_stream.requests[completion.index // params.n].num_prompt_tokens
-            self.metrics.observe_request(
-                completion, elapsed_s, num_prompt_tokens, finish_reasons[-1], params.max_tokens
-            )
-        ttfts = [c.first_token_s for c in completions if c.first_token_s is not None]
+            elapsed_s, max_tokens = now - c.arrival_time, writer.params.max_tokens
+            self.metrics.observe_request(c, elapsed_s, request.num_prompt_tokens, finish_reasons[-1], max_tokens)
+        ttfts = [c.first_token_s for c, _ in completions if c.first_token_s is not None]
         scope["log_fields"] |= {
             "prompt_tokens": writer.num_prompt_tokens,
-            "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+            "completion_tokens": sum(len(c.token_ids) for c, _ in completions),
             "ttft_ms": round(min(ttfts) * 1e3, 1) if ttfts else None,
             "finish_reason": ",".join(sorted(set(finish_reasons))),
         }
