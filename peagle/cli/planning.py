@@ -32,7 +32,6 @@ from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
-    from peagle.planning.acceptance import AcceptanceCurve
     from peagle.planning.plan import PlannedDrafter, ServingPlan
     from peagle.planning.tuning import CostTableKey
     from peagle.results.schema import PlanRow
@@ -230,7 +229,7 @@ def tune(
     if as_json:
         print(json.dumps(to_json(results)))
     else:
-        _print_results(adaptive_k, curve, vllm_configs, llm.memory_bytes())
+        _print_results(adaptive_k, described)
         for path in (cost_table, out):
             if path is not None:
                 print(f"wrote {path}")
@@ -257,16 +256,11 @@ def _measure(
     with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as progress:
         num_repeats = settings.warmup + settings.repeats
         task = progress.add_task("", total=(len(step_kinds) - num_known) * num_repeats)
-
-        def on_step(batch_size: int, k: int) -> None:
-            progress.update(task, advance=1, description=f"batch size {batch_size}, K={k}")
-
-        def on_batch_size(batch_size: int) -> None:
-            if path is not None:
-                save_cost_table(path, table, key, finished=False)
-
         try:
-            time_decode_steps(llm.model_runner, step_kinds, table, settings, on_step, on_batch_size)
+            for size, k in time_decode_steps(llm.model_runner, step_kinds, table, settings):
+                progress.update(task, advance=1, description=f"batch size {size}, K={k}")
+                if path is not None and (size, k) in table.seconds:
+                    save_cost_table(path, table, key, finished=False)
         except KeyboardInterrupt:
             if not any(kind in table.seconds for kind in step_kinds):
                 raise
@@ -288,12 +282,7 @@ def recommend(adaptive_k: AdaptiveK) -> str:
     return f"Fastest: {', then '.join(parts)}."
 
 
-def _print_results(
-    adaptive_k: AdaptiveK,
-    curve: AcceptanceCurve | None,
-    vllm_configs: dict[int, dict[str, Any] | None],
-    memory_bytes: dict[str, int],
-) -> None:
+def _print_results(adaptive_k: AdaptiveK, described: dict[str, Any]) -> None:
     headings = ("batch size", *(f"K={k}" for k in adaptive_k.choices), "best K", "tokens/s")
     shown = Table(*headings, title="milliseconds per decode step")
     for batch_size in adaptive_k.table.batch_sizes:
@@ -302,12 +291,13 @@ def _print_results(
         best = adaptive_k.best_k(batch_size)
         shown.add_row(str(batch_size), *cells, str(best), f"{adaptive_k.tokens_per_second(batch_size, best):,.0f}")
     print_tables(shown)
-    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_bytes.items() if size)
+    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in described["memory"].items() if size)
     print(f"memory: {memory}")
     rates = ", ".join(f"{rate:.2f}" for rate in adaptive_k.acceptance.rates)
-    print(f"acceptance rates: {rates}" + ("" if curve else " (assumed: pass --acceptance-rates or --eval)"))
-    print(recommend(adaptive_k))
+    is_assumed = described["acceptance_source"] == "assumed"
+    print(f"acceptance rates: {rates}" + (" (assumed: pass --acceptance-rates or --eval)" if is_assumed else ""))
+    print(described["recommendation"])
     print("For vLLM, whose K is fixed (timed with this engine; check with `peagle bench`):")
-    for load, config in vllm_configs.items():
+    for load, config in described["vllm"].items():
         option = "no speculation" if config is None else f"--speculative-config {shlex.quote(json.dumps(config))}"
         print(f"  concurrency {load}: {option}")
