@@ -170,15 +170,11 @@ class VllmBench(InProcessBench):
     """
 
     def __init__(
-        self,
-        target: Path,
-        speculative_config: dict[str, Any] | None,
-        llm_options: dict[str, Any],
-        tokenizer: PromptTokenizer,
+        self, tokenizer: PromptTokenizer, speculative_config: dict[str, Any] | None, llm_options: dict[str, Any]
     ) -> None:
         super().__init__(tokenizer)
-        self._llm = start_vllm(target, speculative_config, llm_options)
-        self._eos_ids, self._speculates = sorted(eos_ids(target)), speculative_config is not None
+        self._llm = start_vllm(tokenizer.target_folder, speculative_config, llm_options)
+        self._eos_ids, self._speculates = sorted(eos_ids(tokenizer.target_folder)), speculative_config is not None
         self._num_requests = self._num_outputs = 0
 
     def __exit__(self, *error: object) -> None:

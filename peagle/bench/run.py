@@ -127,7 +127,7 @@ class EngineVariants:
                 num_rows = llm_options["max_num_seqs"] * (2 * k if parallel else k + 1)
                 speculative_config["use_local_argmax_reduction"] = True
                 llm_options["max_cudagraph_capture_size"] = max(512, -(-num_rows // 64) * 64)
-        return VllmBench(self.folder, speculative_config, llm_options, self.tokenizer)
+        return VllmBench(self.tokenizer, speculative_config, llm_options)
 
     def _engine_options(self, workload: Workload, settings: BenchSettings) -> dict[str, Any]:
         """Options of the LLM; max_model_len and max_num_seqs default to what the workload needs."""
@@ -172,10 +172,7 @@ class BenchResultFile:
             "workload_sha256": self.workload_sha256,
             "data": workload.name,
             "num_prompts": len(workload.prompts),
-            "max_tokens": workload.max_tokens,
-            "ignore_eos": workload.ignore_eos,
-            "temperature": workload.temperature,
-            "seed": workload.seed,
+            **{name: getattr(workload, name) for name in ("max_tokens", "ignore_eos", "temperature", "seed")},
             "num_warmups": settings.num_warmups,
             "num_repeats": settings.repeats,
             **shared_settings,

@@ -119,13 +119,7 @@ def build_workload(
         if len(rows) < count:
             warnings.append(f"{count} requests of {len(rows)} prompts: repeated prompts may hit a prefix cache")
     return Workload(
-        name,
-        tuple(prompts),
-        settings.max_tokens,
-        ignore_eos,
-        settings.temperature,
-        settings.seed,
-        tuple(warnings),
+        name, tuple(prompts), settings.max_tokens, ignore_eos, settings.temperature, settings.seed, tuple(warnings)
     )
 
 

@@ -62,9 +62,7 @@ def open_datasets(
             fix = "Fix or remove them (`peagle eval` skips them with --skip-bad-rows)"
             raise UserError(f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. {fix}")
     short = [dataset.name for dataset in datasets]
-    for i, dataset in enumerate(datasets):
-        if short.count(dataset.name) > 1:
-            datasets[i] = replace(dataset, name=dataset.source)
+    datasets = [replace(d, name=d.source) if short.count(d.name) > 1 else d for d in datasets]
     if len({dataset.name for dataset in datasets}) < len(datasets):
         raise UserError(f"--data {' '.join(names)}: contains the same data set twice")
     return [replace(d, prompts=replace(d.prompts, rows=d.prompts.rows[:limit])) for d in datasets]

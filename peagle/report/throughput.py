@@ -17,7 +17,8 @@ from peagle.report.charts import (
     ChartPoint,
     format_interval,
     format_number,
-    value_axis,
+    linear_ticks,
+    log_ticks,
     with_interval,
 )
 from peagle.report.page import HeadlineTile, ReportBlock, ReportPage, ReportSection, ReportTable
@@ -36,6 +37,7 @@ from peagle.results.comparison import Speedup, compute_speedup, row_warnings
 from peagle.results.schema import METHOD_NAMES, BenchRow, configuration_name
 
 AUTO_STYLE = 5
+LOG_RANGE = 12  # the axis of values is logarithmic if the largest is this many times the smallest
 NOT_MEASURED = "–"
 MAX_INTERVAL_WIDTH = 2.0  # upper over lower end; a wider interval supports no recommendation
 COLOURS = "Blue is faster, orange slower, grey equal within 5% or inconclusive."
@@ -244,7 +246,10 @@ def _throughput_figure(group: ComparableRuns) -> ReportTable:
     loads, unit = tuple(group.loads), "requests/s" if group.load_unit == "request rate" else "concurrency"
     x = ChartAxis(unit, loads, is_log=loads[0] > 0 and loads[-1] > 4 * loads[0])
     upper_ends = [interval[1] for run in group.runs if (interval := run.row.output_throughput_ci95) is not None]
-    y = value_axis("output tokens/s", [*(run.throughput for run in group.runs), *upper_ends])
+    values = [*(run.throughput for run in group.runs), *upper_ends]
+    low, high = min(values), max(values)
+    is_log = low > 0 and high > LOG_RANGE * low
+    y = ChartAxis("output tokens/s", log_ticks(low, high) if is_log else linear_ticks(0.0, high), is_log)
     panels, rows = [], []
     for engine, members in group.engines.items():
         lines = []
