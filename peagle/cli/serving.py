@@ -128,11 +128,7 @@ def _serve_embedded(target: str, drafter: str | None, settings: ServeSettings, e
 
 
 def _serve_vllm(
-    target: str,
-    drafter: str | None,
-    settings: ServeSettings,
-    engine_settings: EngineSettings,
-    vllm_command: str | None,
+    target: str, drafter: str | None, settings: ServeSettings, engine_settings: EngineSettings, vllm_command: str | None
 ) -> int:
     from peagle.server import vllm_process
     from peagle.server.logs import start_logging
@@ -281,13 +277,12 @@ def sagemaker_create(
     """Print the plan and the cost of an endpoint, and create it after confirmation."""
     from peagle.deploy import sagemaker_endpoint as endpoint
     from peagle.deploy.models import resolve_pair
-    from peagle.deploy.sagemaker_plan import build_plan, check_sagemaker, format_plan
 
     settings = replace(settings, region=endpoint.find_region(settings.region or None))
     pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
-    print_findings(check_sagemaker(pair, settings), force)
-    plan = build_plan(pair, settings)
-    print(format_plan(plan))
+    print_findings(endpoint.check_sagemaker(pair, settings), force)
+    plan = endpoint.build_plan(pair, settings)
+    print(endpoint.format_plan(plan))
     if dry_run or not confirm(yes, "create this, at that price?"):
         print("nothing was created; --yes creates it")
         return

@@ -26,9 +26,7 @@ OLD_GROUP_FACTOR, GROUP_FACTOR, GROUP_FACTOR_SINCE = 1.25, 1.5, (0, 18)
 SINGLE_GROUP_FLAG = "--disable-hybrid-kv-cache-manager"
 RESERVED_FLAGS = {
     "--speculative-config": "use -k and --drafter",
-    "--tensor-parallel-size": "use --tensor-parallel",
-    "-tp": "use --tensor-parallel",
-    "--tp": "use --tensor-parallel",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp"), "use --tensor-parallel"),
     "--model": "use TARGET",
     "--host": "use --host",
     "--port": "use --port",
@@ -48,10 +46,7 @@ error, warning = partial(DeployFinding, "error"), partial(DeployFinding, "warnin
 
 
 def check_deployment(
-    pair: DeployedPair,
-    settings: DeploySettings | SagemakerSettings,
-    tensor_parallel: int,
-    extra: Sequence[str] = (),
+    pair: DeployedPair, settings: DeploySettings | SagemakerSettings, tensor_parallel: int, extra: Sequence[str] = ()
 ) -> list[DeployFinding]:
     version, env = parse_version(settings.vllm_version), dict(settings.env)
     found = [*_check_models(pair, settings.vllm_version), *_check_lengths(pair, settings)]
