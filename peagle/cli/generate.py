@@ -173,9 +173,6 @@ def chat(
         from peagle.cli.chat_server import ServerBackend
 
         backend: EmbeddedEngine | ServerBackend = ServerBackend(url)
-        k = settings.num_speculative_tokens
-        if isinstance(k, int) and backend.max_speculative_tokens > 0:
-            params = replace(params, max_speculative_tokens=min(k, backend.max_speculative_tokens))
     else:
         if drafter is None and target == DEFAULT_TARGET:
             drafter = DEFAULT_DRAFTER
@@ -183,18 +180,20 @@ def chat(
         if not backend.llm.has_tokenizer:
             raise UserError(f"--target {target}: has no tokenizer, which a chat needs")
         backend.llm.encode_chat([{"role": "user", "content": "Hello"}])  # raises if there is no chat template
-    ChatSession(backend, params, system).run()
+    ChatSession(backend, params, settings.num_speculative_tokens, system).run()
 
 
 class ChatSession:
     """The turns of a conversation. With piped input it prints only the responses, and ends at the first error."""
 
-    def __init__(self, backend: EmbeddedEngine | ServerBackend, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, backend: EmbeddedEngine | ServerBackend, params: SamplingParams, k: int | str, system: str | None
+    ) -> None:
         self.backend, self.params, self.system = backend, params, system
         self.screen, self.notices = console(), console(stderr=True)
         self.interactive = sys.stdin.isatty()
-        k = params.max_speculative_tokens
-        self.num_speculative_tokens = backend.max_speculative_tokens if k is None else k
+        max_k = backend.max_speculative_tokens
+        self.num_speculative_tokens = min(k, max_k) if isinstance(k, int) else max_k
         self.messages: list[dict[str, str]] = []
         self.responses: list[tuple[CompletionOutput, float]] = []  # with the seconds they took
         self._interrupted = False  # Ctrl-C was pressed since the last line

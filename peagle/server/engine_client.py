@@ -138,7 +138,7 @@ class EngineClient:
         for i, prompt_token_ids in enumerate(prompts):
             indices = range(i * params.n, (i + 1) * params.n)
             completions = [Completion(index, params, new_detokenizer(), now) for index in indices]
-            request = EngineRequest(request_stream, prompt_token_ids, params, completions, stream)
+            request = EngineRequest(request_stream, prompt_token_ids, params, completions)
             request_stream.add_request(request)
             self._requests[request.id] = request
             self._send(request.command)
@@ -281,7 +281,13 @@ class EngineClient:
             await self._run_engine()
             was_ready = self._connection is not None
             self._connection = None
-            self.last_error = self._describe_end()
+            exitcode = self._engine.exitcode if self._engine is not None else None
+            if self._error is not None:
+                self.last_error = self._error.error
+            elif exitcode is not None and exitcode < 0:
+                self.last_error = f"the engine process was killed by {signal.Signals(-exitcode).name}"
+            else:
+                self.last_error = f"the engine process ended with status {exitcode}"
             num_failed_starts = 0 if was_ready else num_failed_starts + 1
             self._num_failures += was_ready
             self._num_restarts += was_ready
@@ -329,14 +335,6 @@ class EngineClient:
             if time.monotonic() > deadline:
                 self._engine.kill()
             await asyncio.sleep(POLL_S)
-
-    def _describe_end(self) -> str:
-        if self._error is not None:
-            return self._error.error
-        exitcode = self._engine.exitcode if self._engine is not None else None
-        if exitcode is not None and exitcode < 0:
-            return f"the engine process was killed by {signal.Signals(-exitcode).name}"
-        return f"the engine process ended with status {exitcode}"
 
     def _fail_streams(self, streams: set[RequestStream], error: Exception) -> None:
         self._notify_updated()

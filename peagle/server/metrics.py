@@ -7,7 +7,6 @@ of a request becomes part of a metric.
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -65,14 +64,24 @@ LABELS = ("model_name", "engine")
 SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # this engine never sleeps
 
 
-class ServerMetrics:
+class BucketCounts:
+    """A histogram. prometheus_client's own takes a lock for every value, and a request has hundreds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class ServerMetrics(Collector):
     def __init__(self, model: str) -> None:
         """`model` is the served model name."""
-        self.model, self.registry = model, CollectorRegistry()
+        self.model, self.registry, self._stats = model, CollectorRegistry(), EngineStats()
         ProcessCollector(registry=self.registry)
-        self._histograms = {name: BucketCounts(name, model) for name in HISTOGRAMS}
-        for histogram in self._histograms.values():
-            self.registry.register(histogram)
+        self.registry.register(self)
+        self._histograms = {name: BucketCounts(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         finished = Counter(
             "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -120,40 +129,19 @@ class ServerMetrics:
 
     def render(self, stats: EngineStats) -> tuple[bytes, str]:
         """Returns all metrics in Prometheus' text format, and its content type."""
-        engine = EngineStatsExporter(self.model, stats)
-        return generate_latest(self.registry) + generate_latest(engine), CONTENT_TYPE_LATEST
-
-
-class BucketCounts(Collector):
-    """A histogram. prometheus_client's own takes a lock for every value, and a request has hundreds."""
-
-    def __init__(self, name: str, model: str) -> None:
-        self.name, self.model = name, model
-        self.text, self.bounds = HISTOGRAMS[name]
-        self.counts, self.sum = [0] * (len(self.bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+        self._stats = stats
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(f"vllm:{self.name}", self.text, labels=LABELS)
-        bounds = [floatToGoString(bound) for bound in (*self.bounds, math.inf)]
-        buckets = list(zip(bounds, accumulate(self.counts), strict=True))
-        family.add_metric([self.model, ENGINE], buckets, self.sum)
-        yield family
-
-
-@dataclass
-class EngineStatsExporter(Collector):
-    """The metrics of one `EngineStats` snapshot."""
-
-    model: str
-    stats: EngineStats
-
-    def collect(self) -> Iterable[Metric]:
+        for name, (text, bounds) in HISTOGRAMS.items():
+            histogram = self._histograms[name]
+            texts = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            buckets = list(zip(texts, accumulate(histogram.counts), strict=True))
+            family.add_metric([self.model, ENGINE], buckets, histogram.sum)
+            yield family
         gauge, counter = partial(self._build, GaugeMetricFamily), partial(self._build, CounterMetricFamily)
-        s, hits, queries = self.stats, self.stats.num_prefix_cache_hits, self.stats.num_prefix_cache_queries
+        s, hits, queries = self._stats, self._stats.num_prefix_cache_hits, self._stats.num_prefix_cache_queries
         waiting = {"capacity": s.num_requests_waiting, "deferred": 0}
         yield gauge("vllm:num_requests_running", "Running requests.", s.num_requests_running)
         yield gauge("vllm:num_requests_waiting", "Waiting requests.", s.num_requests_waiting)

@@ -121,18 +121,13 @@ class EngineRequest:
     """One prompt, with n completions."""
 
     def __init__(
-        self,
-        request_stream: RequestStream,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        completions: list[Completion],
-        stream: bool,
+        self, stream: RequestStream, prompt_token_ids: list[int], params: SamplingParams, completions: list[Completion]
     ) -> None:
         self.id, self.num_prompt_tokens = next(_request_ids), len(prompt_token_ids)
-        self.request_stream, self.completions = request_stream, completions
+        self.request_stream, self.completions = stream, completions
         self.started = False  # the engine works on it
         self.num_unfinished = len(completions)
-        every_step = stream or bool(params.stop)
+        every_step = stream.streams or bool(params.stop)
         self.command = AddRequest(self.id, prompt_token_ids, params.without_text(), every_step)
 
 
@@ -145,7 +140,7 @@ class RequestStream:
         self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
         self.num_unread = 0  # completions whose last delta was not read yet
         self.client_watcher: asyncio.Task[None] | None = None  # fails the stream when its client disconnects
-        self._stream, self._on_abort = stream, on_abort
+        self.streams, self._on_abort = stream, on_abort
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.deadline = deadline
         self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
@@ -181,7 +176,7 @@ class RequestStream:
 
     def notify(self, completion: Completion) -> None:
         """A completion has new tokens or has finished."""
-        if not completion.queued and (self._stream or completion.finish_reason is not None):
+        if not completion.queued and (self.streams or completion.finish_reason is not None):
             completion.queued = True
             self._updates.put_nowait(completion)
 

@@ -52,15 +52,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()  # the next request on this connection begins
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_complete(data):
+            end = data.find(b"\r\n\r\n")  # of the header
+            num_free_bytes = MAX_HEADER_BYTES - (self._num_header_bytes - len(data))
+            if len(data) > num_free_bytes and not 0 <= end <= num_free_bytes:
                 self.send_400_response(f"the header has more than {MAX_HEADER_BYTES} bytes")
                 return
         super().data_received(data)
-
-    def _is_complete(self, data: bytes) -> bool:
-        """The header ends within this data, early enough."""
-        end = data.find(b"\r\n\r\n")
-        return 0 <= end <= MAX_HEADER_BYTES - (self._num_header_bytes - len(data))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
