@@ -8,7 +8,7 @@ are added to the file, other prompts or settings are rejected.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -86,18 +86,15 @@ class EngineVariants:
         options = self._engine_options(workload, settings)
         open_engine = self._open_embedded if self.engine == "embedded" else self._open_vllm
         engine_name = "peagle" if self.engine == "embedded" else self.engine
+        kinds = [(method, k) for _, _, method, k in self._drafters]
         variants = []
         for drafter, folder, method, k in self._drafters:
             label = f"{engine_name} no drafter" if method == "none" else f"{engine_name} {method} K={k}"
+            if kinds.count((method, k)) > 1 and drafter:
+                label += f" ({Path(drafter).name})"
             open_variant = partial(open_engine, folder, method, k, options)
             variants.append(BenchVariant(label, self.engine, drafter, method, k, open_variant))
-        labels = [variant.label for variant in variants]
-        return [
-            replace(variant, label=f"{variant.label} ({Path(variant.drafter).name})")
-            if labels.count(variant.label) > 1 and variant.drafter
-            else variant
-            for variant in variants
-        ]
+        return variants
 
     def _open_embedded(
         self, drafter: Path | None, method: SpeculationMethod, k: DraftTokens | None, options: dict[str, Any]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 from peagle.config import BenchSettings
 from peagle.data.prompts import Prompt
@@ -81,11 +81,8 @@ class Load:
         if self.request_rate is None:
             return None
         rng = random.Random(seed)
-        times, now = [], 0.0
-        for _ in range(num_requests):
-            now += rng.expovariate(self.request_rate)
-            times.append(now)
-        scale = num_requests / self.request_rate / now if now else 1.0
+        times = list(accumulate(rng.expovariate(self.request_rate) for _ in range(num_requests)))
+        scale = num_requests / self.request_rate / times[-1] if times else 1.0
         return [time * scale for time in times]
 
 

@@ -191,9 +191,6 @@ def _print_outcome(results: Results, out: Path | None, as_json: bool, tables: li
         raise typer.Exit(130)
 
 
-DEFAULT_OUT = Path("report.html")
-
-
 @verb(
     "peagle report eval.json bench.json --out report.html",
     "peagle report results/*.json --out report.html --markdown report.md",
@@ -203,7 +200,7 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Results of eval, bench, tune or plan.", metavar="FILE")],
     settings: ReportSettings,
     out: Path | None = option(
-        None, "HTML file.", panel="Output", show_default=f"{DEFAULT_OUT}, unless --markdown is passed"
+        None, "HTML file.", panel="Output", show_default="report.html, unless --markdown is passed"
     ),
     markdown: Path | None = option(None, "Markdown file: tables instead of charts."),
     as_json: bool = JSON,
@@ -215,7 +212,7 @@ def report(
     from peagle.report.build import write_report
 
     if out is None and markdown is None:
-        out = DEFAULT_OUT
+        out = Path("report.html")
     page = write_report(results, out, markdown, settings)
     if as_json:
         files = {"html": str(out) if out else None, "markdown": str(markdown) if markdown else None}

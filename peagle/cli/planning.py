@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,12 +273,7 @@ def _measure(
 
 def recommend(adaptive_k: AdaptiveK) -> str:
     """The fastest K by batch size, one entry per range of sizes."""
-    ranges: list[tuple[int, int]] = []  # K, largest batch size that it is fastest for
-    for batch_size in adaptive_k.table.batch_sizes:
-        k = adaptive_k.best_k(batch_size)
-        if ranges and ranges[-1][0] == k:
-            ranges.pop()
-        ranges.append((k, batch_size))
+    ranges = [(k, max(sizes)) for k, sizes in groupby(adaptive_k.table.batch_sizes, adaptive_k.best_k)]
     parts = [f"{f'K={k}' if k else 'no speculation'} up to batch size {size}" for k, size in ranges]
     return f"Fastest: {', then '.join(parts)}."
 

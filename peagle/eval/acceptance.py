@@ -198,15 +198,12 @@ class Evaluation:
 
 def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:
     """Resolves drafters and checks that they fit the target. Ambiguous folder names are replaced by the given names."""
-    target_config = read_target_config(target)
+    target_config, short_names = read_target_config(target), [Path(name).name for name in names]
     drafters = []
-    for name in names:
+    for name, short_name in zip(names, short_names, strict=True):
         folder = resolve_drafter(name)
         config = read_drafter_config(folder, target_config)
         check_drafter_fits(config, target_config, folder)
-        drafters.append(EvalDrafter(Path(name).name, "p-eagle" if config.parallel else "eagle3", folder))
-    short = [drafter.name for drafter in drafters]
-    return [
-        drafter if short.count(drafter.name) == 1 else dataclasses.replace(drafter, name=name)
-        for drafter, name in zip(drafters, names, strict=True)
-    ]
+        shown = short_name if short_names.count(short_name) == 1 else name
+        drafters.append(EvalDrafter(shown, "p-eagle" if config.parallel else "eagle3", folder))
+    return drafters

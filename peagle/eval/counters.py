@@ -20,14 +20,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.checkpoints.drafter import read_drafter_config
-from peagle.checkpoints.target import eos_ids, read_target_config
+from peagle.checkpoints.target import eos_ids
 from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import EvalServerSettings, SamplingParams
 from peagle.data.generators import FATAL_STATUSES, REJECTED_STATUSES
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalJob, EvalRequest, EvalResponse, Evaluator
+from peagle.eval.conversations import ConversationRunner, EvalDrafter, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample
 from peagle.http_client import (
     STATUS_HELP,
@@ -105,12 +104,11 @@ class VllmEvaluator(CounterEvaluator):
         self.eos_ids = sorted(eos_ids(target))
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters are read in this process
         self._llm: Any = None
-        self._started: tuple[Path, int] | None = None  # drafter and K of the running engine
+        self._started: tuple[EvalDrafter, int] | None = None  # drafter and K of the running engine
 
     def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        assert job.drafter.folder is not None
         for k in job.ks:
-            self._start(job.drafter.folder, k)
+            self._start(job.drafter, k)
             yield k, self.measure_groups(job, self.concurrency)
 
     def close(self) -> None:
@@ -118,13 +116,12 @@ class VllmEvaluator(CounterEvaluator):
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = self._started = None
 
-    def _start(self, drafter: Path, k: int) -> None:
+    def _start(self, drafter: EvalDrafter, k: int) -> None:
         if self._started == (drafter, k):
             return
         self.close()
         import torch
 
-        parallel = read_drafter_config(drafter, read_target_config(self.target)).parallel
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "enforce_eager": not torch.cuda.is_available(),  # compiling for a CPU takes minutes
@@ -135,7 +132,8 @@ class VllmEvaluator(CounterEvaluator):
         }
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
-        self._llm = start_vllm(self.target, build_speculative_config(str(drafter), k, parallel), options)
+        speculative_config = build_speculative_config(str(drafter.folder), k, drafter.method == "p-eagle")
+        self._llm = start_vllm(self.target, speculative_config, options)
         self._started = (drafter, k)
 
     def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
@@ -168,7 +166,7 @@ def start_vllm(target: Path, speculative_config: dict[str, Any] | None, options:
 
 
 def to_vllm_params(params: SamplingParams, eos_ids: list[int], **options: Any) -> Any:
-    """vLLM's parameters for the same sampling. It has no tokenizer, so EOS ids are stop tokens."""
+    """vLLM's parameters for the same sampling. It runs without a tokenizer here, so EOS ids are stop tokens."""
     import vllm
 
     return vllm.SamplingParams(

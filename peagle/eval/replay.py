@@ -93,12 +93,10 @@ class EmbeddedEvaluator(Evaluator):
         hidden_states = OnlineHiddenStates(self.llm.target.model, drafter.cfg.aux_layer_ids)
         for group in _pack(responses, self.settings.replay_tokens):
             batch = _build_batch(group)
-            run_N = _batch_runs(drafter, hidden_states, batch, num_depths, self.settings).tolist()
-            start = 0
-            for response in group:
-                first, size = len(response.turn.request.prompt_token_ids) + 1, len(response.token_ids)
-                runs.append({n: run_N[start + n - 2] for n in range(first, size)})
-                start += size
+            run_N = _batch_runs(drafter, hidden_states, batch, num_depths, self.settings)
+            for response, run in zip(group, run_N.split([len(r.token_ids) for r in group]), strict=True):
+                first = len(response.turn.request.prompt_token_ids) + 1
+                runs.append(dict(enumerate(run[first - 2 : -2].tolist(), first)))
             self.on_progress("drafting", len(runs), len(responses))
         return runs
 

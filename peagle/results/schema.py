@@ -136,18 +136,15 @@ class BenchRepeat:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Speed of one engine with one drafter and K under one load.
-
-    Exactly one of `concurrency` (closed loop) and `request_rate` (open loop) is set.
-    """
+    """Speed of one engine with one drafter and K under one load."""
 
     label: str
     engine: str
     drafter: str | None
     method: Literal["none", "eagle3", "p-eagle"]
     num_speculative_tokens: int | Literal["auto"] | None
-    concurrency: int | None
-    request_rate: float | None
+    concurrency: int | None  # of a closed loop
+    request_rate: float | None  # of an open loop; exactly one of the two is set
     repeats: list[BenchRepeat]
     workload_sha256: str
 
