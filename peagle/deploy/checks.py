@@ -77,11 +77,12 @@ def _check_models(pair: DeployedPair, vllm_version: str) -> Iterator[DeployFindi
     for model in (pair.target, pair.drafter):
         if model.folder is None:
             yield warning(f"{model.name}: on the hub and not checked (--unchecked)")
-    if pair.target.folder is not None and pair.target_config is None:
-        yield warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked")
     folder, name = pair.drafter.folder, pair.drafter.name
     if folder is None:
         yield warning(f"{name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set")
+    if pair.target.folder is not None and pair.target_config is None:
+        yield warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked")
+    if folder is None:
         return
     target = pair.target.folder if pair.target_config is not None else None
     report = inspect_drafter(folder, name, target, pair.target.name, vllm_version, pair.num_speculative_tokens)

@@ -41,7 +41,6 @@ RESOURCES = {"endpoint": "Endpoint", "endpoint config": "EndpointConfig", "model
 MAX_MESSAGE_CHARS = 400  # AWS lists all valid values in some messages
 
 
-
 @dataclass(frozen=True)
 class SagemakerPlan:
     settings: SagemakerSettings

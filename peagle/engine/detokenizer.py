@@ -34,10 +34,7 @@ class Detokenizer:
         self.text += self._decode_new_text(tokens)
 
     def add_separately(self, tokens: Sequence[int], final: bool = False) -> list[str]:
-        """Adds tokens and returns the text that each one added. A character of several tokens belongs to the last.
-
-        `final` adds an incomplete character, too.
-        """
+        """Adds tokens and returns the text that each one completed. `final` also adds an incomplete character."""
         texts = []
         for token in tokens:
             num_chars = len(self.text)
