@@ -35,7 +35,7 @@ from peagle.server.engine_messages import (
     StepOutput,
     encode_message,
 )
-from peagle.server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
+from peagle.server.errors import QUEUE_FULL, UNREADY, EngineFailedError, EngineUnavailableError, QueueFullError
 from peagle.server.logs import log_event
 from peagle.server.request_stream import Completion, EngineRequest, RequestStream
 
@@ -106,6 +106,7 @@ class EngineClient:
         self.last_error: str | None = None
         self.fatal_error: Exception | None = None
         self.open_streams: set[RequestStream] = set()
+        self.on_rejection: Callable[[str], None] = lambda reason: None  # is told why a request is refused
         self.started = asyncio.Event()  # the engine is ready for the first time, or has failed
         self._start_engine = start_engine
         self._engine: BaseProcess | None = None
@@ -133,13 +134,13 @@ class EngineClient:
     ) -> RequestStream:
         """Queues prompts within `reserve`. Completion j of prompt i has index i * n + j."""
         self.check_state()
-        request_stream = RequestStream(stream, deadline, self._abort_stream)
+        request_stream = RequestStream(len(prompts) * params.n, stream, deadline, self._abort_stream)
         now = time.perf_counter()
         for i, prompt_token_ids in enumerate(prompts):
             indices = range(i * params.n, (i + 1) * params.n)
             completions = [Completion(index, params, new_detokenizer(), now) for index in indices]
             request = EngineRequest(request_stream, prompt_token_ids, params, completions)
-            request_stream.add_request(request)
+            request_stream.requests.append(request)
             self._requests[request.id] = request
             self._send(request.command)
         self.open_streams.add(request_stream)
@@ -150,6 +151,7 @@ class EngineClient:
         self.check_state()
         num_open = sum(stream.num_completions for stream in self.open_streams)
         if num_open + self._num_preparing + num_completions > self.max_completions:
+            self.on_rejection(QUEUE_FULL)
             raise QueueFullError()
         return self._prepare(num_completions)
 
@@ -163,6 +165,7 @@ class EngineClient:
 
     def check_state(self) -> None:
         if self.state not in ("ready", "restarting"):
+            self.on_rejection(UNREADY)
             raise EngineUnavailableError(self.state)
 
     @property

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from peagle.server.engine_client import EngineStats
+from peagle.server.errors import QUEUE_FULL, UNREADY
 from peagle.server.request_stream import Completion
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py)
@@ -57,9 +58,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The max_tokens of a request.", TOKENS),
 }
 ENGINE = "0"  # vLLM numbers its replicas; this server has one
-FINISH_REASONS = ("stop", "length", "abort", "error")
-QUEUE_FULL, UNREADY = "max_num_queued_reqs", "unready"  # the first is vLLM's
-REJECTION_REASONS = (QUEUE_FULL, UNREADY)
+FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client has left
 LABELS = ("model_name", "engine")
 SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # this engine never sleeps
 
@@ -89,15 +88,12 @@ class ServerMetrics(Collector):
         rejected = Counter(
             "vllm:admission_rejections", "Rejected requests.", ("model_name", "reason"), registry=self.registry
         )
-        self._rejected = {reason: rejected.labels(model, reason) for reason in REJECTION_REASONS}
+        self._rejected = {reason: rejected.labels(model, reason) for reason in (QUEUE_FULL, UNREADY)}
 
     def observe_request(
         self, completion: Completion, e2e_s: float, num_prompt_tokens: int, finish_reason: str, max_tokens: int
     ) -> None:
-        """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM.
-
-        `finish_reason` may also be "abort" (the client left) or "error".
-        """
+        """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM."""
         self._finished[finish_reason].inc()
         num_output_tokens, ttft_s = len(completion.token_ids), completion.first_token_s
         queue_s = completion.queue_s if completion.queue_s is not None else e2e_s

@@ -56,10 +56,7 @@ class Completion:
         self._ends_with_stop_token = False
 
     def add(self, delta: CompletionDelta, time: float) -> bool:
-        """Adds what the engine sent in the step of this time. Returns True if the completion has finished.
-
-        A stop string finishes it here: the engine knows no text.
-        """
+        """Adds what the engine sent in the step of this time. Returns True if the completion has finished."""
         flags = [False] if not self.token_ids else []  # the first token comes from the prefill
         for num_accepted in delta.num_accepted_per_step:
             flags += [True] * num_accepted + [False]
@@ -78,7 +75,7 @@ class Completion:
             self.last_token_s = elapsed
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._ends_with_stop_token = delta.ends_with_stop_token
-        if self.params.stop:
+        if self.params.stop:  # a stop string finishes the completion here: the engine knows no text
             self._detokenize()
         return self.finish_reason is not None
 
@@ -134,21 +131,18 @@ class EngineRequest:
 class RequestStream:
     """Async iterator over the output of an HTTP request. `aclose` aborts the rest."""
 
-    def __init__(self, stream: bool, deadline: float, on_abort: Callable[[RequestStream], None]) -> None:
+    def __init__(
+        self, num_completions: int, stream: bool, deadline: float, on_abort: Callable[[RequestStream], None]
+    ) -> None:
         """`stream`: yields the output as it grows, instead of once per completion. `deadline`: in the loop's time."""
         self.requests: list[EngineRequest] = []
-        self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
-        self.num_unread = 0  # completions whose last delta was not read yet
+        self.num_completions = self.num_unfinished = num_completions  # unfinished: the engine still works on them
+        self.num_unread = num_completions  # whose last delta was not read yet
         self.client_watcher: asyncio.Task[None] | None = None  # fails the stream when its client disconnects
         self.streams, self._on_abort = stream, on_abort
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.deadline = deadline
         self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
-
-    def add_request(self, request: EngineRequest) -> None:
-        self.requests.append(request)
-        self.num_completions += len(request.completions)
-        self.num_unfinished = self.num_unread = self.num_completions
 
     def __aiter__(self) -> RequestStream:
         return self

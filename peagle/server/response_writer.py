@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -185,15 +186,13 @@ class OpenAIResponseWriter:
         return {"content": content, "refusal": None}
 
     def _build_text_logprobs(self, index: int, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
-        tokens, logprobs, top_logprobs, offsets = [], [], [], []
-        for token_id, row in rows:
-            text, logprob = self.tokenizer.token_text(token_id), max(row[token_id], MIN_LOGPROB)
+        tokens = [self.tokenizer.token_text(token_id) for token_id, _ in rows]
+        logprobs = [max(row[token_id], MIN_LOGPROB) for token_id, row in rows]
+        *offsets, self._text_offsets[index] = accumulate(map(len, tokens), initial=self._text_offsets[index])
+        top_logprobs = []
+        for token, logprob, (_, row) in zip(tokens, logprobs, rows, strict=True):
             top = {self.tokenizer.token_text(t): max(row[t], MIN_LOGPROB) for t in self._top_tokens(row)}
-            tokens.append(text)
-            logprobs.append(logprob)
-            top_logprobs.append({**top, text: logprob} if top else {})
-            offsets.append(self._text_offsets[index])
-            self._text_offsets[index] += len(text)
+            top_logprobs.append({**top, token: logprob})
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,

@@ -60,7 +60,7 @@ async def respond(
 ) -> Response:
     """Sends a request through the engine and returns the response, streamed or whole."""
     deadline = asyncio.get_running_loop().time() + context.settings.request_timeout_s
-    with context.reserve(num_completions):
+    with context.engine.reserve(num_completions):
         try:
             async with asyncio.timeout_at(deadline):
                 prompts, tools = await context.run(request, partial(tokenize_prompts, request, context, body))
@@ -83,7 +83,8 @@ async def respond(
             max_speculative_tokens=context.info.max_speculative_tokens,
             new_tool_parser=context.get_tool_parser_factory(tools),
         )
-        request_stream = context.submit(prompts, params, stream, deadline)
+        new_detokenizer = partial(context.tokenizer.new_detokenizer, params)
+        request_stream = context.engine.submit(prompts, params, new_detokenizer, stream, deadline)
     streaming = failed = False
     try:
         request_stream.client_watcher = asyncio.ensure_future(fail_on_disconnect(request.receive, request_stream))
@@ -145,7 +146,9 @@ def build_sampling_params(
         max_tokens = context.info.max_model_len - max(map(len, prompts))
         if isinstance(body, CompletionRequest):
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
-    skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
+    call_format = context.tool_call_format if tools.definitions is not None else None
+    has_special_tag = call_format is not None and call_format.start_tag in context.tokenizer.special_tokens
+    skip_special_tokens = False if has_special_tag else body.skip_special_tokens
     options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
     params = body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
     if params.bad_words:

@@ -3,8 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,14 +12,14 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from peagle.config import Grammar, SamplingParams
+from peagle.config import Grammar
 from peagle.config.sampling import MAX_BAD_WORDS
 from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_messages import EngineInfo
-from peagle.server.errors import ApiError, EngineUnavailableError, QueueFullError, invalid_value
-from peagle.server.metrics import QUEUE_FULL, UNREADY, ServerMetrics
+from peagle.server.errors import QUEUE_FULL, ApiError, EngineUnavailableError, QueueFullError, invalid_value
+from peagle.server.metrics import ServerMetrics
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_body import parse_json, read_body, run_while_connected
 from peagle.server.request_stream import RequestStream
@@ -44,6 +43,7 @@ class ServerContext:
         self.engine, self.settings = engine, engine.settings
         self.drafter, self.num_speculative_tokens = drafter, num_speculative_tokens
         self.created, self.metrics = int(time.time()), ServerMetrics(engine.settings.served_model_name)
+        engine.on_rejection = self.metrics.observe_rejection
         # Large requests have threads of their own, so that the others do not wait for them.
         self._pool, self._large_pool, self._grammar_pool = WorkPool(2), WorkPool(1), WorkPool(2)
 
@@ -66,8 +66,7 @@ class ServerContext:
     async def read_request(self, request: Request, model: type[Model]) -> Model:
         """Reads, parses and validates the body of a request."""
         data = await read_body(request, self.settings)
-        with self._count_rejections():
-            self.engine.check_state()
+        self.engine.check_state()
         request.state.work = len(data) // PARSING_SPEED
         body = await self.run(request, partial(self._parse, data, model))
         request.state.work = len(data)  # of tokenization
@@ -106,9 +105,9 @@ class ServerContext:
         return await self._run_in_pool(pool, request, function)
 
     async def _run_in_pool(self, pool: WorkPool, request: Request, function: Callable[[], T]) -> T:
-        with self._count_rejections():
-            if pool.num_waiting > self.engine.max_completions:
-                raise QueueFullError()
+        if pool.num_waiting > self.engine.max_completions:
+            self.metrics.observe_rejection(QUEUE_FULL)
+            raise QueueFullError()
         client = request.client.host if request.client is not None else ""
         return await run_while_connected(request.receive, pool.run(client, function))
 
@@ -136,11 +135,6 @@ class ServerContext:
             return None
         return partial(ToolCallParser, call_format, [tool["function"]["name"] for tool in tools.definitions])
 
-    def start_tag_is_special_token(self, tools: ToolUsage) -> bool:
-        call_format = self.tool_call_format
-        special_tokens = self.tokenizer.special_tokens
-        return tools.definitions is not None and call_format is not None and call_format.start_tag in special_tokens
-
     async def build_grammar(
         self, request: Request, response_format: ResponseFormat | None, tools: ToolUsage
     ) -> Grammar | None:
@@ -167,24 +161,6 @@ class ServerContext:
             raise invalid_value("tools", message.removeprefix("grammar: ")) from None
         finally:
             cancelled.set()
-
-    def reserve(self, num_completions: int) -> AbstractContextManager[None]:
-        """Keeps places in the queue, before any work is put into the request. Raises if it is full."""
-        with self._count_rejections():
-            return self.engine.reserve(num_completions)
-
-    def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool, deadline: float) -> RequestStream:
-        with self._count_rejections():
-            new_detokenizer = partial(self.tokenizer.new_detokenizer, params)
-            return self.engine.submit(prompts, params, new_detokenizer, stream, deadline)
-
-    @contextmanager
-    def _count_rejections(self) -> Iterator[None]:
-        try:
-            yield
-        except (QueueFullError, EngineUnavailableError) as error:
-            self.metrics.observe_rejection(QUEUE_FULL if isinstance(error, QueueFullError) else UNREADY)
-            raise
 
     def log_prompt(self, request: Request, prompt: Any) -> None:
         if self.settings.log_prompts:

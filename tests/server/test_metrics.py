@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle.config import SamplingParams
 from peagle.engine.detokenizer import Detokenizer
 from peagle.server.engine_client import EngineStats
-from peagle.server.metrics import QUEUE_FULL, ServerMetrics
+from peagle.server.errors import QUEUE_FULL
+from peagle.server.metrics import ServerMetrics
 from peagle.server.request_stream import Completion
 
 ROOT = Path(__file__).parents[2]
