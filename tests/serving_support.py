@@ -148,7 +148,7 @@ class LocalServer:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.send_buffer)
             self.port = listener.getsockname()[1]
             self.engine = EngineClient(partial(EngineThread, self.build_llm), self.settings)
-            self.server = build_server(self.engine, self.settings, "p-eagle-1", K)
+            self.server = build_server(self.engine, "p-eagle-1", K)
             serving = asyncio.ensure_future(self.server.serve([listener]))
             await self.engine.started.wait()
             while not self.server.started:

@@ -15,7 +15,7 @@ from peagle.config import DecoderConfig, SamplingParams
 from peagle.data.generators import release_engine_memory
 from peagle.engine.llm import LLM
 from peagle.errors import UserError
-from peagle.eval.counters import start_vllm
+from peagle.eval.counters import start_vllm, to_vllm_params
 from peagle.results.schema import BenchRepeat
 
 
@@ -60,8 +60,13 @@ class InProcessBench(BenchEngine):
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    @abstractmethod
-    def build_params(self, workload: Workload, index: int) -> Any: ...
+    def build_params(self, workload: Workload, index: int) -> Any:
+        return SamplingParams(
+            max_tokens=workload.max_tokens,
+            temperature=workload.temperature,
+            ignore_eos=workload.ignore_eos,
+            seed=workload.seed + index,
+        )
 
     @abstractmethod
     def add_request(self, token_ids: list[int], params: Any) -> int:
@@ -132,14 +137,6 @@ class EmbeddedBench(InProcessBench):
         del self._llm
         release_engine_memory()
 
-    def build_params(self, workload: Workload, index: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=workload.max_tokens,
-            temperature=workload.temperature,
-            ignore_eos=workload.ignore_eos,
-            seed=workload.seed + index,
-        )
-
     def add_request(self, token_ids: list[int], params: SamplingParams) -> int:
         return self._llm.add_request(token_ids, params).requests[0].id
 
@@ -173,15 +170,11 @@ class VllmBench(InProcessBench):
     """
 
     def __init__(
-        self,
-        target: Path,
-        speculative_config: dict[str, Any] | None,
-        llm_options: dict[str, Any],
-        tokenizer: PromptTokenizer,
+        self, tokenizer: PromptTokenizer, speculative_config: dict[str, Any] | None, llm_options: dict[str, Any]
     ) -> None:
         super().__init__(tokenizer)
-        self._llm = start_vllm(target, speculative_config, llm_options)
-        self._eos_ids, self._speculates = sorted(eos_ids(target)), speculative_config is not None
+        self._llm = start_vllm(tokenizer.target_folder, speculative_config, llm_options)
+        self._eos_ids, self._speculates = sorted(eos_ids(tokenizer.target_folder)), speculative_config is not None
         self._num_requests = self._num_outputs = 0
 
     def __exit__(self, *error: object) -> None:
@@ -191,18 +184,10 @@ class VllmBench(InProcessBench):
         gc.collect()
 
     def build_params(self, workload: Workload, index: int) -> Any:
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
-            max_tokens=workload.max_tokens,
-            temperature=workload.temperature,
-            ignore_eos=workload.ignore_eos,
-            stop_token_ids=None if workload.ignore_eos else self._eos_ids,
-            seed=workload.seed + index if workload.temperature else None,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = super().build_params(workload, index)
+        return to_vllm_params(params, self._eos_ids, output_kind=RequestOutputKind.DELTA)
 
     def add_request(self, token_ids: list[int], params: Any) -> int:
         self._num_requests += 1

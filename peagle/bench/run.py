@@ -8,7 +8,7 @@ are added to the file, other prompts or settings are rejected.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -86,18 +86,15 @@ class EngineVariants:
         options = self._engine_options(workload, settings)
         open_engine = self._open_embedded if self.engine == "embedded" else self._open_vllm
         engine_name = "peagle" if self.engine == "embedded" else self.engine
+        kinds = [(method, k) for _, _, method, k in self._drafters]
         variants = []
         for drafter, folder, method, k in self._drafters:
             label = f"{engine_name} no drafter" if method == "none" else f"{engine_name} {method} K={k}"
+            if kinds.count((method, k)) > 1 and drafter:
+                label += f" ({Path(drafter).name})"
             open_variant = partial(open_engine, folder, method, k, options)
             variants.append(BenchVariant(label, self.engine, drafter, method, k, open_variant))
-        labels = [variant.label for variant in variants]
-        return [
-            replace(variant, label=f"{variant.label} ({Path(variant.drafter).name})")
-            if labels.count(variant.label) > 1 and variant.drafter
-            else variant
-            for variant in variants
-        ]
+        return variants
 
     def _open_embedded(
         self, drafter: Path | None, method: SpeculationMethod, k: DraftTokens | None, options: dict[str, Any]
@@ -127,7 +124,7 @@ class EngineVariants:
                 num_rows = llm_options["max_num_seqs"] * (2 * k if parallel else k + 1)
                 speculative_config["use_local_argmax_reduction"] = True
                 llm_options["max_cudagraph_capture_size"] = max(512, -(-num_rows // 64) * 64)
-        return VllmBench(self.folder, speculative_config, llm_options, self.tokenizer)
+        return VllmBench(self.tokenizer, speculative_config, llm_options)
 
     def _engine_options(self, workload: Workload, settings: BenchSettings) -> dict[str, Any]:
         """Options of the LLM; max_model_len and max_num_seqs default to what the workload needs."""
@@ -172,10 +169,7 @@ class BenchResultFile:
             "workload_sha256": self.workload_sha256,
             "data": workload.name,
             "num_prompts": len(workload.prompts),
-            "max_tokens": workload.max_tokens,
-            "ignore_eos": workload.ignore_eos,
-            "temperature": workload.temperature,
-            "seed": workload.seed,
+            **{name: getattr(workload, name) for name in ("max_tokens", "ignore_eos", "temperature", "seed")},
             "num_warmups": settings.num_warmups,
             "num_repeats": settings.repeats,
             **shared_settings,

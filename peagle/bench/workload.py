@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 from peagle.config import BenchSettings
 from peagle.data.prompts import Prompt
@@ -81,11 +81,8 @@ class Load:
         if self.request_rate is None:
             return None
         rng = random.Random(seed)
-        times, now = [], 0.0
-        for _ in range(num_requests):
-            now += rng.expovariate(self.request_rate)
-            times.append(now)
-        scale = num_requests / self.request_rate / now if now else 1.0
+        times = list(accumulate(rng.expovariate(self.request_rate) for _ in range(num_requests)))
+        scale = num_requests / self.request_rate / times[-1] if times else 1.0
         return [time * scale for time in times]
 
 
@@ -119,13 +116,7 @@ def build_workload(
         if len(rows) < count:
             warnings.append(f"{count} requests of {len(rows)} prompts: repeated prompts may hit a prefix cache")
     return Workload(
-        name,
-        tuple(prompts),
-        settings.max_tokens,
-        ignore_eos,
-        settings.temperature,
-        settings.seed,
-        tuple(warnings),
+        name, tuple(prompts), settings.max_tokens, ignore_eos, settings.temperature, settings.seed, tuple(warnings)
     )
 
 
@@ -171,19 +162,13 @@ def summarize_repeat(
         if t.num_output_tokens > 1
     ]
     gaps = [later - earlier for t in completed for earlier, later in pairwise(t.chunk_times)]
+    latencies = {"ttft_ms": ttfts, "tpot_ms": tpots, "itl_ms": gaps, "e2el_ms": e2els}
     return BenchRepeat(
         duration=duration,
         completed=len(completed),
         failed=dict(Counter(t.failure for t in timings if t.failure is not None)),
         total_input_tokens=sum(t.num_input_tokens for t in completed),
         total_output_tokens=sum(t.num_output_tokens for t in completed),
-        ttft_ms=_milliseconds(ttfts),
-        tpot_ms=_milliseconds(tpots),
-        itl_ms=_milliseconds(gaps),
-        e2el_ms=_milliseconds(e2els),
         acceptance_length=acceptance_length,
+        **{name: Percentiles.of([s * 1e3 for s in seconds]) for name, seconds in latencies.items()},
     )
-
-
-def _milliseconds(seconds: list[float]) -> Percentiles | None:
-    return Percentiles.of([s * 1e3 for s in seconds])

@@ -9,8 +9,6 @@ A parameter of a verb is one of these:
 - anything else that typer accepts
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -18,19 +16,18 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperCommand
 
 from peagle import __version__
 from peagle.config.options import PANELS, REQUIRED, check_value, find_check, flag_name, option
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 app = typer.Typer(
     name="peagle",
@@ -70,8 +67,6 @@ def verb(
     """Registers a verb. With `several`, an option with several values takes all values up to the next option."""
 
     def register(function: Verb) -> Verb:
-        from rich.markup import escape
-
         lines = ["Examples:", *(f"[cyan]{escape(line)}[/cyan]" for line in examples)] if examples else []
         # The terminal's width decides where the lines of a paragraph break.
         help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (function.__doc__ or "").split("\n\n"))
@@ -236,8 +231,6 @@ def _root(
 
 
 def console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
     return Console(stderr=stderr, highlight=False, emoji=False, markup=True)
 
 

@@ -45,12 +45,9 @@ class ServerBackend:
         if params.seed is not None:
             body["seed"] = params.seed
         if self._reports_tokens:
-            drafts = (
-                {"num_speculative_tokens": params.max_speculative_tokens}
-                if params.max_speculative_tokens
-                else {"speculation": False}
-            )
-            body["peagle"] = {"tokens": True, **(drafts if self.max_speculative_tokens else {})}
+            body["peagle"] = {"tokens": True}
+            if self.max_speculative_tokens:
+                body["peagle"]["num_speculative_tokens"] = params.max_speculative_tokens
         self.output = CompletionOutput(0, "", [], None, num_accepted_tokens_per_pos=[0] * self.max_speculative_tokens)
         try:
             for event in self._events(body):

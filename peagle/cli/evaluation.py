@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.table import Table
 
 from peagle.cli.app import DRAFTERS, JSON, PROMPT_FILES, RESUMED_OUT, TARGET_HELP, TargetArgument, print_tables, verb
 from peagle.config import (
@@ -28,8 +29,6 @@ from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_TARGET, resolve_target
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from peagle.results.schema import AcceptanceRow, Results
 
 
@@ -192,9 +191,6 @@ def _print_outcome(results: Results, out: Path | None, as_json: bool, tables: li
         raise typer.Exit(130)
 
 
-DEFAULT_OUT = Path("report.html")
-
-
 @verb(
     "peagle report eval.json bench.json --out report.html",
     "peagle report results/*.json --out report.html --markdown report.md",
@@ -204,7 +200,7 @@ def report(
     results: Annotated[list[Path], typer.Argument(help="Results of eval, bench, tune or plan.", metavar="FILE")],
     settings: ReportSettings,
     out: Path | None = option(
-        None, "HTML file.", panel="Output", show_default=f"{DEFAULT_OUT}, unless --markdown is passed"
+        None, "HTML file.", panel="Output", show_default="report.html, unless --markdown is passed"
     ),
     markdown: Path | None = option(None, "Markdown file: tables instead of charts."),
     as_json: bool = JSON,
@@ -216,7 +212,7 @@ def report(
     from peagle.report.build import write_report
 
     if out is None and markdown is None:
-        out = DEFAULT_OUT
+        out = Path("report.html")
     page = write_report(results, out, markdown, settings)
     if as_json:
         files = {"html": str(out) if out else None, "markdown": str(markdown) if markdown else None}

@@ -13,16 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from peagle.cli.app import DRAFTER, JSON, TARGET, console, verb
 from peagle.config import DEFAULT_NUM_SPECULATIVE_TOKENS, EngineSettings, SamplingParams
 from peagle.config.options import option
+from peagle.display import DRAFT_STYLE, TARGET_STYLE
 from peagle.errors import UserError
 from peagle.hub.resolve import DEFAULT_DRAFTER, DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from peagle.cli.chat_server import ServerBackend
     from peagle.engine.request import CompletionOutput
 
@@ -52,7 +53,10 @@ def generate(
     The output is the same with and without a drafter.
     """
     if prompt == "-":
-        prompt = _read_stdin()
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError("standard input is not valid UTF-8") from None
     if not prompt.strip():
         raise UserError("the prompt is empty")
     engine = EmbeddedEngine(target, drafter, settings)
@@ -98,11 +102,11 @@ class EmbeddedEngine:
 
     def stream(self, prompt_token_ids: list[int], params: SamplingParams) -> Iterator[TextParts]:
         """Yields the new text after every engine step."""
-        from peagle.display import TokenTextSplitter
+        from peagle.engine.detokenizer import Detokenizer
 
         self._stopped = False
         decode = partial(self.llm.tokenizer.decode, skip_special_tokens=True)
-        splitter, num_chars = TokenTextSplitter(decode), 0
+        detokenizer, num_chars = Detokenizer(decode), 0
         with closing(self.llm.stream(prompt_token_ids, params)) as outputs:
             for out in outputs:
                 self.output = out
@@ -110,7 +114,9 @@ class EmbeddedEngine:
                     yield [(out.text[num_chars:], False)]
                     num_chars = max(num_chars, len(out.text))
                 else:
-                    yield splitter.add_tokens(out.token_ids, out.is_draft_token, out.finish_reason is not None)
+                    new = slice(detokenizer.num_tokens, None)
+                    texts = detokenizer.add_separately(out.token_ids[new], out.finish_reason is not None)
+                    yield list(zip(texts, out.is_draft_token[new], strict=True))
                 if self._stopped:
                     out.finish_reason = out.finish_reason or "abort"
                     break
@@ -122,10 +128,6 @@ class EmbeddedEngine:
 
 def print_parts(screen: Console, parts: TextParts) -> None:
     """Prints text, with accepted draft tokens shaded."""
-    from rich.text import Text
-
-    from peagle.display import DRAFT_STYLE, TARGET_STYLE
-
     for text, is_draft_token in parts:
         screen.print(Text(text, style=DRAFT_STYLE if is_draft_token else TARGET_STYLE), end="", soft_wrap=True)
 
@@ -136,13 +138,6 @@ def summarize_output(output: CompletionOutput, seconds: float) -> str:
         return text
     counts = " ".join(map(str, output.num_accepted_tokens_per_pos))
     return f"{text}; acceptance length {output.acceptance_length:.2f}; accepted draft tokens by position: {counts}"
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError("standard input is not valid UTF-8") from None
 
 
 PARAMS = SamplingParams(max_tokens=512)
@@ -178,9 +173,6 @@ def chat(
         from peagle.cli.chat_server import ServerBackend
 
         backend: EmbeddedEngine | ServerBackend = ServerBackend(url)
-        k = settings.num_speculative_tokens
-        if isinstance(k, int) and backend.max_speculative_tokens > 0:
-            params = replace(params, max_speculative_tokens=min(k, backend.max_speculative_tokens))
     else:
         if drafter is None and target == DEFAULT_TARGET:
             drafter = DEFAULT_DRAFTER
@@ -188,18 +180,20 @@ def chat(
         if not backend.llm.has_tokenizer:
             raise UserError(f"--target {target}: has no tokenizer, which a chat needs")
         backend.llm.encode_chat([{"role": "user", "content": "Hello"}])  # raises if there is no chat template
-    ChatSession(backend, params, system).run()
+    ChatSession(backend, params, settings.num_speculative_tokens, system).run()
 
 
 class ChatSession:
     """The turns of a conversation. With piped input it prints only the responses, and ends at the first error."""
 
-    def __init__(self, backend: EmbeddedEngine | ServerBackend, params: SamplingParams, system: str | None) -> None:
+    def __init__(
+        self, backend: EmbeddedEngine | ServerBackend, params: SamplingParams, k: int | str, system: str | None
+    ) -> None:
         self.backend, self.params, self.system = backend, params, system
         self.screen, self.notices = console(), console(stderr=True)
         self.interactive = sys.stdin.isatty()
-        k = params.max_speculative_tokens
-        self.num_speculative_tokens = backend.max_speculative_tokens if k is None else k
+        max_k = backend.max_speculative_tokens
+        self.num_speculative_tokens = min(k, max_k) if isinstance(k, int) else max_k
         self.messages: list[dict[str, str]] = []
         self.responses: list[tuple[CompletionOutput, float]] = []  # with the seconds they took
         self._interrupted = False  # Ctrl-C was pressed since the last line

@@ -6,10 +6,13 @@ import json
 import shlex
 import sys
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich import box
+from rich.table import Table
 
 from peagle.cli.app import (
     DRAFTER_FLAGS,
@@ -30,7 +33,6 @@ from peagle.speculative.adaptive_k import AdaptiveK, StepCostTable
 
 if TYPE_CHECKING:
     from peagle.engine.llm import LLM
-    from peagle.planning.acceptance import AcceptanceCurve
     from peagle.planning.plan import PlannedDrafter, ServingPlan
     from peagle.planning.tuning import CostTableKey
     from peagle.results.schema import PlanRow
@@ -125,9 +127,6 @@ def plan(
 
 
 def _print_plan(serving_plan: ServingPlan, drafters: list[PlannedDrafter], settings: PlanSettings) -> None:
-    from rich import box
-    from rich.table import Table
-
     from peagle.results.schema import METHOD_NAMES
 
     replica, methods = serving_plan.replica, [d.shape.method for d in drafters]
@@ -188,6 +187,7 @@ def tune(
 
     Ctrl-C prints the batch sizes measured so far; with --cost-table the same command resumes later.
     """
+    from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
     from peagle.planning.acceptance import load_curves
     from peagle.planning.tuning import cost_table_key, load_engine
     from peagle.results.files import to_json, write_results
@@ -209,7 +209,9 @@ def tune(
     if curve is not None:
         adaptive_k.acceptance.set_prior_rates([curve.rate(i + 1) for i in range(adaptive_k.choices[-1])])
     loads = settings.concurrency or tuple(table.batch_sizes)
-    vllm_configs = {load: build_vllm_config(llm, drafter, adaptive_k.best_k(load)) for load in loads}
+    best_ks = {load: adaptive_k.best_k(load) for load in loads}
+    model, parallel = vllm_model_name(drafter, resolve_drafter(drafter)), llm.drafter.cfg.parallel
+    vllm_configs = {load: build_speculative_config(model, k, parallel) if k else None for load, k in best_ks.items()}
     rows = [
         TuneRow(size, k, seconds * 1e3, adaptive_k.tokens_per_second(size, k), k == adaptive_k.best_k(size))
         for (size, k), seconds in sorted(table.seconds.items())
@@ -228,7 +230,7 @@ def tune(
     if as_json:
         print(json.dumps(to_json(results)))
     else:
-        _print_results(adaptive_k, curve, vllm_configs, llm.memory_bytes())
+        _print_results(adaptive_k, described)
         for path in (cost_table, out):
             if path is not None:
                 print(f"wrote {path}")
@@ -255,16 +257,11 @@ def _measure(
     with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), transient=True) as progress:
         num_repeats = settings.warmup + settings.repeats
         task = progress.add_task("", total=(len(step_kinds) - num_known) * num_repeats)
-
-        def on_step(batch_size: int, k: int) -> None:
-            progress.update(task, advance=1, description=f"batch size {batch_size}, K={k}")
-
-        def on_batch_size(batch_size: int) -> None:
-            if path is not None:
-                save_cost_table(path, table, key, finished=False)
-
         try:
-            time_decode_steps(llm.model_runner, step_kinds, table, settings, on_step, on_batch_size)
+            for size, k in time_decode_steps(llm.model_runner, step_kinds, table, settings):
+                progress.update(task, advance=1, description=f"batch size {size}, K={k}")
+                if path is not None and (size, k) in table.seconds:
+                    save_cost_table(path, table, key, finished=False)
         except KeyboardInterrupt:
             if not any(kind in table.seconds for kind in step_kinds):
                 raise
@@ -274,36 +271,14 @@ def _measure(
     return table, num_missing
 
 
-def build_vllm_config(llm: LLM, drafter: str, k: int) -> dict[str, Any] | None:
-    """The value of vLLM's --speculative-config; None for no speculation. A built-in drafter becomes its folder."""
-    from peagle.checkpoints.validate import build_speculative_config, vllm_model_name
-
-    assert llm.drafter is not None
-    if k == 0:
-        return None
-    return build_speculative_config(vllm_model_name(drafter, resolve_drafter(drafter)), k, llm.drafter.cfg.parallel)
-
-
 def recommend(adaptive_k: AdaptiveK) -> str:
     """The fastest K by batch size, one entry per range of sizes."""
-    ranges: list[tuple[int, int]] = []  # K, largest batch size that it is fastest for
-    for batch_size in adaptive_k.table.batch_sizes:
-        k = adaptive_k.best_k(batch_size)
-        if ranges and ranges[-1][0] == k:
-            ranges.pop()
-        ranges.append((k, batch_size))
+    ranges = [(k, max(sizes)) for k, sizes in groupby(adaptive_k.table.batch_sizes, adaptive_k.best_k)]
     parts = [f"{f'K={k}' if k else 'no speculation'} up to batch size {size}" for k, size in ranges]
     return f"Fastest: {', then '.join(parts)}."
 
 
-def _print_results(
-    adaptive_k: AdaptiveK,
-    curve: AcceptanceCurve | None,
-    vllm_configs: dict[int, dict[str, Any] | None],
-    memory_bytes: dict[str, int],
-) -> None:
-    from rich.table import Table
-
+def _print_results(adaptive_k: AdaptiveK, described: dict[str, Any]) -> None:
     headings = ("batch size", *(f"K={k}" for k in adaptive_k.choices), "best K", "tokens/s")
     shown = Table(*headings, title="milliseconds per decode step")
     for batch_size in adaptive_k.table.batch_sizes:
@@ -312,12 +287,13 @@ def _print_results(
         best = adaptive_k.best_k(batch_size)
         shown.add_row(str(batch_size), *cells, str(best), f"{adaptive_k.tokens_per_second(batch_size, best):,.0f}")
     print_tables(shown)
-    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_bytes.items() if size)
+    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in described["memory"].items() if size)
     print(f"memory: {memory}")
     rates = ", ".join(f"{rate:.2f}" for rate in adaptive_k.acceptance.rates)
-    print(f"acceptance rates: {rates}" + ("" if curve else " (assumed: pass --acceptance-rates or --eval)"))
-    print(recommend(adaptive_k))
+    is_assumed = described["acceptance_source"] == "assumed"
+    print(f"acceptance rates: {rates}" + (" (assumed: pass --acceptance-rates or --eval)" if is_assumed else ""))
+    print(described["recommendation"])
     print("For vLLM, whose K is fixed (timed with this engine; check with `peagle bench`):")
-    for load, config in vllm_configs.items():
+    for load, config in described["vllm"].items():
         option = "no speculation" if config is None else f"--speculative-config {shlex.quote(json.dumps(config))}"
         print(f"  concurrency {load}: {option}")

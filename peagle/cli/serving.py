@@ -55,13 +55,18 @@ def serve(
     ),
 ) -> None:
     """Serve a model over OpenAI's API, with speculative decoding if there is a drafter; the playground is at /."""
+    from peagle.checkpoints.drafter import read_drafter_config
+
     settings = replace(settings, served_model_name=settings.served_model_name or target)
     k = engine_settings.num_speculative_tokens
     if speculative_config is not None:
         if drafter is not None or k != "auto":
             raise UserError(f"{SPECULATIVE_FLAG}: names the drafter and K already; omit --drafter and -k")
         drafter, k, parallel = parse_speculative_config(speculative_config)
-        _check_parallel_drafting(drafter, parallel)
+        if parallel is not None and parallel != read_drafter_config(resolve_drafter(drafter), None).parallel:
+            method, value = ("P-EAGLE", "true") if not parallel else ("EAGLE-3", "false, or be omitted")
+            fact = f"{drafter} is an {method} drafter, so it must be {value}"
+            raise UserError(f"{SPECULATIVE_FLAG}: parallel_drafting: {fact}")
         engine_settings = replace(engine_settings, num_speculative_tokens=k)
     if drafter is None and k != "auto":
         raise UserError(f"-k {k}: needs a --drafter")
@@ -91,15 +96,6 @@ def parse_speculative_config(text: str) -> tuple[str, int, bool | None]:
         raise UserError(f"{SPECULATIVE_FLAG}: needs model, the drafter, and num_speculative_tokens")
     k = check_num_speculative_tokens(values["num_speculative_tokens"])
     return values["model"], k, values.get("parallel_drafting")
-
-
-def _check_parallel_drafting(drafter: str, parallel: bool | None) -> None:
-    from peagle.checkpoints.drafter import read_drafter_config
-
-    if parallel is not None and parallel != read_drafter_config(resolve_drafter(drafter), None).parallel:
-        method, value = ("P-EAGLE", "true") if not parallel else ("EAGLE-3", "false, or be omitted")
-        fact = f"{drafter} is an {method} drafter, so it must be {value}"
-        raise UserError(f"{SPECULATIVE_FLAG}: parallel_drafting: {fact}")
 
 
 def _serve_embedded(target: str, drafter: str | None, settings: ServeSettings, engine_settings: EngineSettings) -> None:
@@ -132,11 +128,7 @@ def _serve_embedded(target: str, drafter: str | None, settings: ServeSettings, e
 
 
 def _serve_vllm(
-    target: str,
-    drafter: str | None,
-    settings: ServeSettings,
-    engine_settings: EngineSettings,
-    vllm_command: str | None,
+    target: str, drafter: str | None, settings: ServeSettings, engine_settings: EngineSettings, vllm_command: str | None
 ) -> int:
     from peagle.server import vllm_process
     from peagle.server.logs import start_logging
@@ -285,13 +277,12 @@ def sagemaker_create(
     """Print the plan and the cost of an endpoint, and create it after confirmation."""
     from peagle.deploy import sagemaker_endpoint as endpoint
     from peagle.deploy.models import resolve_pair
-    from peagle.deploy.sagemaker_plan import build_plan, check_sagemaker, format_plan
 
     settings = replace(settings, region=endpoint.find_region(settings.region or None))
     pair = resolve_pair(target, drafter, num_speculative_tokens, unchecked)
-    print_findings(check_sagemaker(pair, settings), force)
-    plan = build_plan(pair, settings)
-    print(format_plan(plan))
+    print_findings(endpoint.check_sagemaker(pair, settings), force)
+    plan = endpoint.build_plan(pair, settings)
+    print(endpoint.format_plan(plan))
     if dry_run or not confirm(yes, "create this, at that price?"):
         print("nothing was created; --yes creates it")
         return

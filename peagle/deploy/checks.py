@@ -26,9 +26,7 @@ OLD_GROUP_FACTOR, GROUP_FACTOR, GROUP_FACTOR_SINCE = 1.25, 1.5, (0, 18)
 SINGLE_GROUP_FLAG = "--disable-hybrid-kv-cache-manager"
 RESERVED_FLAGS = {
     "--speculative-config": "use -k and --drafter",
-    "--tensor-parallel-size": "use --tensor-parallel",
-    "-tp": "use --tensor-parallel",
-    "--tp": "use --tensor-parallel",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp"), "use --tensor-parallel"),
     "--model": "use TARGET",
     "--host": "use --host",
     "--port": "use --port",
@@ -48,14 +46,10 @@ error, warning = partial(DeployFinding, "error"), partial(DeployFinding, "warnin
 
 
 def check_deployment(
-    pair: DeployedPair,
-    settings: DeploySettings | SagemakerSettings,
-    tensor_parallel: int,
-    extra: Sequence[str] = (),
+    pair: DeployedPair, settings: DeploySettings | SagemakerSettings, tensor_parallel: int, extra: Sequence[str] = ()
 ) -> list[DeployFinding]:
     version, env = parse_version(settings.vllm_version), dict(settings.env)
-    found = [*_check_unread_models(pair), *_check_drafter(pair, settings.vllm_version)]
-    found += _check_max_model_len(pair, settings.max_model_len)
+    found = [*_check_models(pair, settings.vllm_version), *_check_lengths(pair, settings)]
     if version > parse_version(VLLM_VERSION):
         text = f"--vllm-version {settings.vllm_version}: newer than {VLLM_VERSION}, the newest known version"
         found.append(warning(text))
@@ -65,8 +59,12 @@ def check_deployment(
     if pair.target_config is not None:
         if pair.drafter_config is not None and SINGLE_GROUP_FLAG not in extra:
             found += _check_cache_groups(pair.target_config, pair.drafter_config, version)
-        found += _check_tensor_parallel(pair.target_config, pair.drafter_config, tensor_parallel)
-    found += _check_num_speculative_tokens(pair, settings.max_num_seqs)
+        for name, config in (("target", pair.target_config), ("drafter", pair.drafter_config)):
+            if config is not None:  # vLLM shards the drafter like the target
+                heads, kv_heads = config.layer.num_heads, config.layer.num_kv_heads
+                if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
+                    split = f"cannot split the {name}'s {heads} heads and {kv_heads} KV heads"
+                    found.append(error(f"--tensor-parallel {tensor_parallel}: {split}"))
     flags = [word.partition("=")[0] for word in extra]
     found += [error(f"{flag} after --: {RESERVED_FLAGS[flag]}") for flag in flags if flag in RESERVED_FLAGS]
     secrets = [name for name in env if SECRET_NAME.search(name)]
@@ -74,30 +72,28 @@ def check_deployment(
     return found
 
 
-def _check_unread_models(pair: DeployedPair) -> Iterator[DeployFinding]:
+def _check_models(pair: DeployedPair, vllm_version: str) -> Iterator[DeployFinding]:
+    """Names what is not checked, and runs the drafter validator."""
     for model in (pair.target, pair.drafter):
         if model.folder is None:
             yield warning(f"{model.name}: on the hub and not checked (--unchecked)")
-    if pair.drafter.folder is None:
-        yield warning(f"{pair.drafter.name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set")
+    folder, name = pair.drafter.folder, pair.drafter.name
+    if folder is None:
+        yield warning(f"{name}: assumed to be a P-EAGLE drafter, so parallel_drafting is set")
     if pair.target.folder is not None and pair.target_config is None:
         yield warning(f"{pair.target.name}: peagle does not know this architecture; its sizes are not checked")
-
-
-def _check_drafter(pair: DeployedPair, vllm_version: str) -> Iterator[DeployFinding]:
-    """Runs the drafter validator."""
-    folder, name = pair.drafter.folder, pair.drafter.name
     if folder is None:
         return
     target = pair.target.folder if pair.target_config is not None else None
     report = inspect_drafter(folder, name, target, pair.target.name, vllm_version, pair.num_speculative_tokens)
     for text in report.findings:
-        if not text.startswith(SHORT_MAX_POSITIONS):  # reported by _check_max_model_len
+        if not text.startswith(SHORT_MAX_POSITIONS):  # reported by _check_lengths
             yield (warning if text.startswith(MISSING_AUX_LAYER_IDS) else error)(f"{name}: {text}")
 
 
-def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> Iterator[DeployFinding]:
-    drafter, target = pair.drafter_config, pair.target_config
+def _check_lengths(pair: DeployedPair, settings: DeploySettings | SagemakerSettings) -> Iterator[DeployFinding]:
+    """Checks the lengths of sequences and of drafts."""
+    drafter, target, max_model_len = pair.drafter_config, pair.target_config, settings.max_model_len
     if max_model_len is None and target is not None:
         max_model_len = target.max_positions
     if drafter is not None and max_model_len is not None and max_model_len > drafter.max_positions:
@@ -105,11 +101,15 @@ def _check_max_model_len(pair: DeployedPair, max_model_len: int | None) -> Itera
             f"sequences may have {max_model_len} tokens, but the drafter supports {drafter.max_positions}: vLLM does "
             f"not draft beyond; --max-model-len {drafter.max_positions} limits sequences to that"
         )
+    k, trained, max_num_seqs = pair.num_speculative_tokens, pair.trained_num_speculative_tokens, settings.max_num_seqs
+    if trained is not None and k > trained:
+        yield warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted")
+    if max_num_seqs is not None and max_num_seqs >= HIGH_CONCURRENCY and k > HIGH_CONCURRENCY_K:
+        slower = f"measured slower than -k {HIGH_CONCURRENCY_K} at {HIGH_CONCURRENCY}"
+        yield warning(f"-k {k} with {max_num_seqs} concurrent requests: {slower}; measure with `peagle tune`")
 
 
-def _check_cache_groups(
-    target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion
-) -> Iterator[DeployFinding]:
+def _check_cache_groups(target: DecoderConfig, drafter: DrafterConfig, version: VllmVersion) -> Iterator[DeployFinding]:
     """In a target with sliding and full layers, all KV caches of the drafter must be in one group."""
     if splits_drafter_cache(target, drafter, version):
         since = ".".join(map(str, GROUP_FACTOR_SINCE))
@@ -138,24 +138,3 @@ def splits_drafter_cache(target: DecoderConfig, drafter: DrafterConfig, version:
     factor = GROUP_FACTOR if version >= GROUP_FACTOR_SINCE else OLD_GROUP_FACTOR
     group_size = max(counts) if max(counts) < min(counts) * factor else min(counts)
     return counts[-1] > group_size
-
-
-def _check_tensor_parallel(
-    target: DecoderConfig, drafter: DrafterConfig | None, tensor_parallel: int
-) -> Iterator[DeployFinding]:
-    """vLLM shards the drafter like the target."""
-    for name, config in (("target", target), ("drafter", drafter)):
-        if config is not None:
-            heads, kv_heads = config.layer.num_heads, config.layer.num_kv_heads
-            if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
-                split = f"cannot split the {name}'s {heads} heads and {kv_heads} KV heads"
-                yield error(f"--tensor-parallel {tensor_parallel}: {split}")
-
-
-def _check_num_speculative_tokens(pair: DeployedPair, max_num_seqs: int | None) -> Iterator[DeployFinding]:
-    k, trained = pair.num_speculative_tokens, pair.trained_num_speculative_tokens
-    if trained is not None and k > trained:
-        yield warning(f"-k {k}: trained for {trained} draft tokens; later ones are rarely accepted")
-    if max_num_seqs is not None and max_num_seqs >= HIGH_CONCURRENCY and k > HIGH_CONCURRENCY_K:
-        slower = f"measured slower than -k {HIGH_CONCURRENCY_K} at {HIGH_CONCURRENCY}"
-        yield warning(f"-k {k} with {max_num_seqs} concurrent requests: {slower}; measure with `peagle tune`")

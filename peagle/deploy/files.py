@@ -58,11 +58,6 @@ class VllmService:
     def environment(self) -> dict[str, str]:
         return vllm_environment(self.pair, self.settings.env)
 
-    @property
-    def unit_names(self) -> list[str]:
-        name, replicas = self.settings.name, self.settings.replicas
-        return [f"{name}.service"] if replicas == 1 else [f"{name}-{i}.service" for i in range(replicas)]
-
     def gpus(self, replica: int) -> list[str]:
         first = replica * self.settings.tensor_parallel
         return [str(first + i) for i in range(self.settings.tensor_parallel)]
@@ -104,16 +99,11 @@ def quote_yaml(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def escape_percent(text: str) -> str:
-    """In systemd units, % starts a specifier."""
-    return text.replace("%", "%%")
-
-
 def quote_systemd(word: str) -> str:
-    """In Environment=, a dollar sign is literal."""
+    """In systemd units % starts a specifier; in Environment=, a dollar sign is literal."""
     if "\n" in word:
         raise UserError(f"{word!r}: has a line break, which systemd cannot express")
-    escaped = escape_percent(word)
+    escaped = word.replace("%", "%%")
     if SYSTEMD_UNQUOTED.fullmatch(escaped):
         return escaped
     inner = escaped.replace("\\", "\\\\").replace('"', '\\"')
@@ -132,7 +122,7 @@ TEMPLATES.filters |= {
     "shell": shlex.quote,
     "systemd": quote_systemd,
     "exec_start": lambda word: quote_systemd(word.replace("$", "$$")),  # in ExecStart=, $NAME is a variable
-    "percent": escape_percent,
+    "percent": lambda text: text.replace("%", "%%"),
     "yaml": quote_yaml,
     "compose": lambda text: quote_yaml(text.replace("$", "$$")),  # Compose substitutes variables for $NAME
     "kubernetes": lambda text: quote_yaml(text.replace("$(", "$$(")),  # Kubernetes substitutes them for $(NAME)
@@ -144,16 +134,18 @@ def render_files(
 ) -> tuple[dict[str, str], list[str]]:
     """Returns the text of each file by name, and warnings."""
     settings, files, warnings = service.settings, {}, []
+    name, replicas = settings.name, settings.replicas
+    units = [f"{name}.service"] if replicas == 1 else [f"{name}-{i}.service" for i in range(replicas)]
     for format_ in formats:
-        names = service.unit_names if format_ == "systemd" else [FILES[format_]]
+        names = units if format_ == "systemd" else [FILES[format_]]
         template = TEMPLATES.get_template(f"{FILES[format_]}.j2")
         for replica, name in enumerate(names):
             values = {"replica": replica, "service_monitor": service_monitor}
             files[name] = template.render(values, service=service, settings=settings)
-    if settings.replicas > 1 and "command" in formats:
+    if replicas > 1 and "command" in formats:
         warnings.append(f"{SCRIPT}: starts one replica; start the others with their own ports and GPUs")
-    if settings.replicas > 1 and "systemd" in formats:
-        ports = f"{settings.port} to {settings.port + settings.replicas - 1}"
+    if replicas > 1 and "systemd" in formats:
+        ports = f"{settings.port} to {settings.port + replicas - 1}"
         warnings.append(f"systemd: the replicas listen on ports {ports}; put a proxy in front of them")
     if "kubernetes" in formats:
         warnings += [f"kubernetes: {folder} must exist on every GPU node" for folder in service.mounts]

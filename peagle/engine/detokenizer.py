@@ -33,6 +33,19 @@ class Detokenizer:
         self.num_tokens += len(tokens)
         self.text += self._decode_new_text(tokens)
 
+    def add_separately(self, tokens: Sequence[int], final: bool = False) -> list[str]:
+        """Adds tokens and returns the text that each one completed. `final` also adds an incomplete character."""
+        texts = []
+        for token in tokens:
+            num_chars = len(self.text)
+            self.add_token(token)
+            texts.append(self.text[num_chars:])
+        if final and texts:
+            num_chars = len(self.text)
+            self.finish()
+            texts[-1] += self.text[num_chars:]
+        return texts
+
     def _decode_new_text(self, tokens: Sequence[int]) -> str:
         self._window += tokens
         num_known_chars = len(self.decode(self._window[: self._num_context_tokens])) + self._num_added_chars

@@ -63,7 +63,29 @@ class Evaluation:
         self.max_model_len = min(self.settings.max_model_len, read_target_config(self.folder).max_positions)
         packages = ("vllm",) if self.engine.engine == "vllm" else ()
         self._provenance = Provenance.collect(packages=packages)
-        self.results = Results("eval", self._provenance, self._result_settings(), [], finished=False)
+        settings = {
+            "target": self.target,
+            "target_fingerprint": target_fingerprint(self.folder),
+            "engine": self.engine.engine,
+            "dtype": self.engine.dtype if self.engine.server is None else None,
+            "max_tokens": self.settings.max_tokens,
+            "max_model_len": self.max_model_len,
+            "limit": self.settings.limit,
+            "raw": self.settings.raw,
+            "chat_template": str(self.chat_template) if self.chat_template is not None else None,
+            "context_bounds": list(self.settings.context_bounds),
+            "seed": self.settings.seed,
+            "bootstrap_samples": self.settings.bootstrap_samples,
+            "data": {
+                dataset.name: {
+                    "source": dataset.source,
+                    "num_prompts": len(dataset.prompts.rows),
+                    "sha256": dataset.prompts.fingerprint,
+                }
+                for dataset in self.datasets
+            },
+        }
+        self.results = Results("eval", self._provenance, settings, [], finished=False)
         if self.out is not None and self.out.exists():
             self._resume(self.out)
 
@@ -73,7 +95,11 @@ class Evaluation:
         if jobs:
             evaluator = self._open_evaluator()
             try:
-                self._record_dtype(evaluator.dtype)
+                dtype, before = evaluator.dtype, self.results.settings["dtype"]
+                if self.out is not None and self.results.rows and before not in (None, dtype):
+                    resumed = f"was started in {before}, now it is {dtype}; give --dtype {before}"
+                    raise UserError(f"--out {self.out}: {resumed}")
+                self.results.settings["dtype"] = dtype
                 if not evaluator.measures_all_k:  # every drafter and K needs a new engine
                     jobs = [dataclasses.replace(job, ks=(k,)) for job in jobs for k in job.ks]
                     jobs.sort(key=lambda job: (self.drafters.index(job.drafter), job.ks))
@@ -151,31 +177,6 @@ class Evaluation:
         options = {name: getattr(engine, name) for name in ("device", "dtype", "max_num_seqs", "threads")}
         return EmbeddedEvaluator(self.folder, runner, options)
 
-    def _result_settings(self) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "target": self.target,
-            "target_fingerprint": target_fingerprint(self.folder),
-            "engine": self.engine.engine,
-            "dtype": self.engine.dtype if self.engine.server is None else None,
-            "max_tokens": settings.max_tokens,
-            "max_model_len": self.max_model_len,
-            "limit": settings.limit,
-            "raw": settings.raw,
-            "chat_template": str(self.chat_template) if self.chat_template is not None else None,
-            "context_bounds": list(settings.context_bounds),
-            "seed": settings.seed,
-            "bootstrap_samples": settings.bootstrap_samples,
-            "data": {
-                dataset.name: {
-                    "source": dataset.source,
-                    "num_prompts": len(dataset.prompts.rows),
-                    "sha256": dataset.prompts.fingerprint,
-                }
-                for dataset in self.datasets
-            },
-        }
-
     def _resume(self, path: Path) -> None:
         settings = self.results.settings
         old = read_resumable(path, "eval", settings, ignored=("data", "dtype"))  # the dtype is known with the engine
@@ -188,13 +189,6 @@ class Evaluation:
         self.results.warnings = old.warnings
         self._earlier_duration = old.provenance.duration
 
-    def _record_dtype(self, dtype: str) -> None:
-        """Stores the dtype that the engine chose; a resumed run must have the same."""
-        before = self.results.settings["dtype"]
-        if self.out is not None and self.results.rows and before not in (None, dtype):
-            raise UserError(f"--out {self.out}: was started in {before}, now it is {dtype}; give --dtype {before}")
-        self.results.settings["dtype"] = dtype
-
     def _save(self, warnings: Sequence[str] = ()) -> None:
         self.results.warnings = list(dict.fromkeys([*self.results.warnings, *warnings]))
         self.results.provenance = self._provenance.with_duration(self._earlier_duration)
@@ -204,15 +198,12 @@ class Evaluation:
 
 def open_drafters(names: Sequence[str], target: Path) -> list[EvalDrafter]:
     """Resolves drafters and checks that they fit the target. Ambiguous folder names are replaced by the given names."""
-    target_config = read_target_config(target)
+    target_config, short_names = read_target_config(target), [Path(name).name for name in names]
     drafters = []
-    for name in names:
+    for name, short_name in zip(names, short_names, strict=True):
         folder = resolve_drafter(name)
         config = read_drafter_config(folder, target_config)
         check_drafter_fits(config, target_config, folder)
-        drafters.append(EvalDrafter(Path(name).name, "p-eagle" if config.parallel else "eagle3", folder))
-    short = [drafter.name for drafter in drafters]
-    return [
-        drafter if short.count(drafter.name) == 1 else dataclasses.replace(drafter, name=name)
-        for drafter, name in zip(drafters, names, strict=True)
-    ]
+        shown = short_name if short_names.count(short_name) == 1 else name
+        drafters.append(EvalDrafter(shown, "p-eagle" if config.parallel else "eagle3", folder))
+    return drafters

@@ -7,8 +7,6 @@ A failed request of a server (reset, timeout, 429, 5xx, invalid response) may ha
 group is measured again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -22,14 +20,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from peagle.checkpoints.drafter import read_drafter_config
-from peagle.checkpoints.target import eos_ids, read_target_config
+from peagle.checkpoints.target import eos_ids
 from peagle.checkpoints.validate import build_speculative_config
-from peagle.config import EvalServerSettings
+from peagle.config import EvalServerSettings, SamplingParams
 from peagle.data.generators import FATAL_STATUSES, REJECTED_STATUSES
 from peagle.data.prompts import Prompt
 from peagle.errors import UserError
-from peagle.eval.conversations import ConversationRunner, EvalJob, EvalRequest, EvalResponse, Evaluator
+from peagle.eval.conversations import ConversationRunner, EvalDrafter, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample
 from peagle.http_client import (
     STATUS_HELP,
@@ -107,12 +104,11 @@ class VllmEvaluator(CounterEvaluator):
         self.eos_ids = sorted(eos_ids(target))
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters are read in this process
         self._llm: Any = None
-        self._started: tuple[Path, int] | None = None  # drafter and K of the running engine
+        self._started: tuple[EvalDrafter, int] | None = None  # drafter and K of the running engine
 
     def measure(self, job: EvalJob) -> Iterator[tuple[int, list[AcceptanceSample]]]:
-        assert job.drafter.folder is not None
         for k in job.ks:
-            self._start(job.drafter.folder, k)
+            self._start(job.drafter, k)
             yield k, self.measure_groups(job, self.concurrency)
 
     def close(self) -> None:
@@ -120,13 +116,12 @@ class VllmEvaluator(CounterEvaluator):
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = self._started = None
 
-    def _start(self, drafter: Path, k: int) -> None:
+    def _start(self, drafter: EvalDrafter, k: int) -> None:
         if self._started == (drafter, k):
             return
         self.close()
         import torch
 
-        parallel = read_drafter_config(drafter, read_target_config(self.target)).parallel
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "enforce_eager": not torch.cuda.is_available(),  # compiling for a CPU takes minutes
@@ -137,7 +132,8 @@ class VllmEvaluator(CounterEvaluator):
         }
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = self.settings.gpu_memory_utilization
-        self._llm = start_vllm(self.target, build_speculative_config(str(drafter), k, parallel), options)
+        speculative_config = build_speculative_config(str(drafter.folder), k, drafter.method == "p-eagle")
+        self._llm = start_vllm(self.target, speculative_config, options)
         self._started = (drafter, k)
 
     def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
@@ -149,18 +145,7 @@ class VllmEvaluator(CounterEvaluator):
         return np.array([*totals, *per_pos[:k]], dtype=np.int64)
 
     def complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                temperature=request.params.temperature,
-                max_tokens=request.params.max_tokens,
-                seed=request.params.seed if request.params.temperature else None,
-                stop_token_ids=self.eos_ids,
-                detokenize=False,
-            )
-            for request in requests
-        ]
+        params = [to_vllm_params(request.params, self.eos_ids) for request in requests]
         prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
         outputs = [out.outputs[0] for out in self._llm.generate(prompts, params, use_tqdm=False)]
         return [EvalResponse(list(o.token_ids), o.finish_reason or "length", len(o.token_ids)) for o in outputs]
@@ -178,6 +163,21 @@ def start_vllm(target: Path, speculative_config: dict[str, Any] | None, options:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         drafter = f" with {speculative_config['model']}" if speculative_config else ""
         raise UserError(f"--engine vllm: does not start{drafter} ({reason})") from error
+
+
+def to_vllm_params(params: SamplingParams, eos_ids: list[int], **options: Any) -> Any:
+    """vLLM's parameters for the same sampling. It runs without a tokenizer here, so EOS ids are stop tokens."""
+    import vllm
+
+    return vllm.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=None if params.ignore_eos else eos_ids,
+        seed=params.seed if params.temperature else None,
+        detokenize=False,
+        **options,
+    )
 
 
 class ServerEvaluator(CounterEvaluator):
@@ -216,11 +216,9 @@ class ServerEvaluator(CounterEvaluator):
 
     def read_counters(self, min_generation_tokens: int = 0) -> SpecDecodeCounters:
         deadline = time.monotonic() + self.server.settle_s
-        while True:
-            counters = self._parse_counters()
-            if counters[1] >= min_generation_tokens or time.monotonic() > deadline:
-                return counters
+        while (counters := self._parse_counters())[1] < min_generation_tokens and time.monotonic() <= deadline:
             time.sleep(0.02)
+        return counters
 
     def _parse_counters(self) -> SpecDecodeCounters:
         totals, per_pos = Counter[str](), Counter[int]()
@@ -232,10 +230,8 @@ class ServerEvaluator(CounterEvaluator):
             elif name in ("vllm:spec_decode_num_drafts", "vllm:generation_tokens"):
                 totals[name] += int(value)
         if len(totals) < 2 or not per_pos:
-            raise UserError(
-                f"--engine {self.server.url}: /metrics has no vllm:spec_decode_* counters; start the server with a "
-                "--speculative-config"
-            )
+            missing = "has no vllm:spec_decode_* counters; start the server with a --speculative-config"
+            raise UserError(f"--engine {self.server.url}: /metrics {missing}")
         counts = [per_pos[i] for i in range(max(per_pos) + 1)]
         return np.array([totals["vllm:spec_decode_num_drafts"], totals["vllm:generation_tokens"], *counts])
 
@@ -293,10 +289,8 @@ class ServerEvaluator(CounterEvaluator):
             raise GroupInvalid(f"status {reply.status_code}")
         rejected = [name for name in optional if name in message]
         if not rejected:
-            raise UserError(
-                f"--engine {url}: rejected a request ({reply.status_code}: {message}); check --max-model-len and "
-                "--max-tokens"
-            )
+            reason, fix = f"({reply.status_code}: {message})", "check --max-model-len and --max-tokens"
+            raise UserError(f"--engine {url}: rejected a request {reason}; {fix}")
         for name in rejected:
             self._optional_fields.pop(name, None)
         return self._request(method, path, body)

@@ -56,12 +56,13 @@ def open_datasets(
     datasets = []
     for name in names:
         datasets.append(_open_dataset(name, folder))
-        if not skip_bad_rows:
-            _check_rows(datasets[-1].prompts, name)
+        if (bad := datasets[-1].prompts.rejected) and not skip_bad_rows:
+            shown = "; ".join(f"line {row.where.rpartition(':')[2]}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
+            more = f"; and {len(bad) - MAX_SHOWN_ROWS} more" if len(bad) > MAX_SHOWN_ROWS else ""
+            fix = "Fix or remove them (`peagle eval` skips them with --skip-bad-rows)"
+            raise UserError(f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. {fix}")
     short = [dataset.name for dataset in datasets]
-    for i, dataset in enumerate(datasets):
-        if short.count(dataset.name) > 1:
-            datasets[i] = replace(dataset, name=dataset.source)
+    datasets = [replace(d, name=d.source) if short.count(d.name) > 1 else d for d in datasets]
     if len({dataset.name for dataset in datasets}) < len(datasets):
         raise UserError(f"--data {' '.join(names)}: contains the same data set twice")
     return [replace(d, prompts=replace(d.prompts, rows=d.prompts.rows[:limit])) for d in datasets]
@@ -81,16 +82,6 @@ def _open_dataset(name: str, folder: Path) -> EvalDataset:
         if path.is_file():
             return EvalDataset(name, str(path), read_prompts(str(path)))
     return _load_from_hub(name, folder)
-
-
-def _check_rows(prompts: PromptSet, name: str) -> None:
-    if bad := prompts.rejected:
-        shown = "; ".join(f"line {row.where.rpartition(':')[2]}: {row.reason}" for row in bad[:MAX_SHOWN_ROWS])
-        more = f"; and {len(bad) - MAX_SHOWN_ROWS} more" if len(bad) > MAX_SHOWN_ROWS else ""
-        raise UserError(
-            f"--data {name}: {len(bad)} of its rows are invalid: {shown}{more}. "
-            "Fix or remove them (`peagle eval` skips them with --skip-bad-rows)"
-        )
 
 
 def _load_from_hub(name: str, folder: Path) -> EvalDataset:

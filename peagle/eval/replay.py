@@ -12,7 +12,7 @@ Responses are extended by K - 1 tokens beyond their end: draft tokens are counte
 Shapes: N tokens of a packed batch, R rows of a chunk, A anchors, D hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from peagle.engine.llm import LLM
 from peagle.eval.conversations import CompletedTurn, ConversationRunner, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample, DraftResult, replay_drafts
 from peagle.kernels.sampling.sample import argmax
-from peagle.models.decoder import Decoder
 from peagle.models.drafter import Drafter
 from peagle.speculative import reference
 from peagle.training.cod_sampling import all_cod_positions
@@ -72,8 +71,7 @@ class EmbeddedEvaluator(Evaluator):
         model = self.llm.target.model
         weight = model.embed_tokens.weight
         drafter = load_drafter(job.drafter.folder, model, weight.dtype, weight.device)
-        on_progress = partial(self.on_progress, "drafting")
-        runs = compute_correct_runs(model, drafter, responses, max(job.ks), self.settings, on_progress)
+        runs = self._compute_correct_runs(drafter, responses, max(job.ks))
         for k in job.ks:
             yield k, [self._build_sample(response, run, k) for response, run in zip(responses, runs, strict=True)]
 
@@ -82,6 +80,25 @@ class EmbeddedEvaluator(Evaluator):
         num_prompt_tokens, num_output_tokens = len(turn.request.prompt_token_ids), len(turn.response.token_ids)
         drafts = replay_drafts(num_prompt_tokens, num_output_tokens, run, k, self.runner.max_model_len)
         return turn.build_sample(drafts, k)
+
+    @torch.inference_mode()
+    def _compute_correct_runs(
+        self, drafter: Drafter, responses: Sequence[ExtendedResponse], num_depths: int
+    ) -> list[dict[int, int]]:
+        """For each response: number n of known tokens -> how many of the next tokens the drafter predicts, in a row.
+
+        Runs are at most `num_depths` long. The row at position n - 2 has the newest token and predicts the next one.
+        """
+        runs: list[dict[int, int]] = []
+        hidden_states = OnlineHiddenStates(self.llm.target.model, drafter.cfg.aux_layer_ids)
+        for group in _pack(responses, self.settings.replay_tokens):
+            batch = _build_batch(group)
+            run_N = _batch_runs(drafter, hidden_states, batch, num_depths, self.settings)
+            for response, run in zip(group, run_N.split([len(r.token_ids) for r in group]), strict=True):
+                first = len(response.turn.request.prompt_token_ids) + 1
+                runs.append(dict(enumerate(run[first - 2 : -2].tolist(), first)))
+            self.on_progress("drafting", len(runs), len(responses))
+        return runs
 
     def _complete(self, requests: list[EvalRequest]) -> list[EvalResponse]:
         """As `LLM.generate`, with progress."""
@@ -103,33 +120,6 @@ class EmbeddedEvaluator(Evaluator):
         for (response, _), output in zip(to_extend, outputs, strict=True):
             response.token_ids.extend(output.outputs[0].token_ids)
         return responses
-
-
-@torch.inference_mode()
-def compute_correct_runs(
-    target: Decoder,
-    drafter: Drafter,
-    responses: Sequence[ExtendedResponse],
-    num_depths: int,
-    settings: EvalSettings,
-    on_progress: Callable[[int, int], None],
-) -> list[dict[int, int]]:
-    """For each response: number n of known tokens -> how many of the next tokens the drafter predicts, in a row.
-
-    Runs are at most `num_depths` long. The row at position n - 2 has the newest token and predicts the one after it.
-    """
-    runs: list[dict[int, int]] = []
-    hidden_states = OnlineHiddenStates(target, drafter.cfg.aux_layer_ids)
-    for group in _pack(responses, settings.replay_tokens):
-        batch = _build_batch(group)
-        run_N = _batch_runs(drafter, hidden_states, batch, num_depths, settings).tolist()
-        start = 0
-        for response in group:
-            first, size = len(response.turn.request.prompt_token_ids) + 1, len(response.token_ids)
-            runs.append({n: run_N[start + n - 2] for n in range(first, size)})
-            start += size
-        on_progress(len(runs), len(responses))
-    return runs
 
 
 def _batch_runs(

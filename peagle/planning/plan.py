@@ -59,70 +59,53 @@ def build_plan(
     replica: Replica, target: ModelShape, drafters: list[PlannedDrafter], settings: PlanSettings
 ) -> ServingPlan:
     concurrencies, notes = _select_concurrencies(replica, target, drafters, settings)
-    rows = []
-    for c in concurrencies:
-        rows.append(_plan_row(replica, target, None, settings, c, 0))
-        rows += [
-            _plan_row(replica, target, d, settings, c, k) for d in drafters for k in settings.num_speculative_tokens
-        ]
+    num_prompt_tokens, num_output_tokens = settings.num_prompt_tokens, settings.num_output_tokens
+    num_gpus, price = replica.tensor_parallel_size, replica.gpu.price_per_hour
+
+    def plan_row(concurrency: int, drafter: PlannedDrafter | None, k: int) -> PlanRow:
+        """Throughput of a steady load: a new request starts when one ends, and its prefill delays all others."""
+        shape = drafter.shape if drafter is not None else None
+        mean_context_len = num_prompt_tokens + num_output_tokens / 2
+        step_s = decode_step_seconds(replica, target, shape, k, concurrency, mean_context_len, num_output_tokens)
+        prefill_s = prefill_seconds(replica, target, shape, num_prompt_tokens, concurrency)
+        acceptance_length = drafter.acceptance.acceptance_length(k) if drafter is not None else 1.0
+        num_steps = (num_output_tokens - 1 if num_prompt_tokens else num_output_tokens) / acceptance_length
+        throughput = concurrency * num_output_tokens / (num_steps * step_s + concurrency * prefill_s)
+        num_replicas = math.ceil(settings.throughput / throughput) if settings.throughput is not None else 1
+        return PlanRow(
+            concurrency=concurrency,
+            num_speculative_tokens=k,
+            method=shape.method if shape is not None else "none",
+            step_ms=step_s * 1e3,
+            output_throughput=throughput,
+            num_gpus=num_replicas * num_gpus,
+            cost_per_million_tokens=price * num_gpus / 3600 / throughput * 1e6 if price is not None else None,
+            chosen=False,
+        )
+
+    configurations = [(None, 0), *((d, k) for d in drafters for k in settings.num_speculative_tokens)]
+    rows = [plan_row(c, drafter, k) for c in concurrencies for drafter, k in configurations]
     if settings.per_user_throughput is not None:
-        rows = _filter_rows(rows, settings.per_user_throughput)
-    plan = ServingPlan(rows, replica, _acceptance_notes(drafters) + notes)
+        best = max(rows, key=lambda r: r.output_throughput / r.concurrency)
+        rows = [r for r in rows if r.output_throughput / r.concurrency >= settings.per_user_throughput]
+        if not rows:
+            given = f"--per-user-throughput {settings.per_user_throughput:g}"
+            most = f"{best.output_throughput / best.concurrency:.0f}"
+            at = f"{_describe(best)} at concurrency {best.concurrency}"
+            raise UserError(f"{given}: not reachable; the maximum is {most} ({at})")
+    assumed = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
+    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters[1:] if d.acceptance is drafters[0].acceptance]
+    notes = [
+        *(f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in assumed),
+        *(f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed),
+        *notes,
+    ]
+    plan = ServingPlan(rows, replica, notes)
     plan = replace(plan, rows=[replace(row, chosen=row is plan.fastest(row.concurrency)) for row in rows])
     if settings.throughput is None and settings.per_user_throughput is None:
         return replace(plan, recommendation=_recommend_per_concurrency(plan))
     methods = ["none", *(d.shape.method for d in drafters)]
     return replace(plan, recommendation=_recommend_deployment(plan, settings, methods))
-
-
-def _acceptance_notes(drafters: list[PlannedDrafter]) -> list[str]:
-    sources = sorted({d.acceptance.source for d in drafters if d.acceptance.is_assumed})
-    notes = [f"acceptance is {source}: pass --acceptance-rates, --acceptance-length or --eval" for source in sources]
-    borrowed = [METHOD_NAMES[d.shape.method] for d in drafters[1:] if d.acceptance is drafters[0].acceptance]
-    notes += [f"{name} is planned with the same acceptance: pass a second --acceptance-rates list" for name in borrowed]
-    return notes
-
-
-def _plan_row(
-    replica: Replica,
-    target: ModelShape,
-    drafter: PlannedDrafter | None,
-    settings: PlanSettings,
-    concurrency: int,
-    k: int,
-) -> PlanRow:
-    """Throughput of a steady load: a new request starts when one ends, and its prefill delays all others."""
-    shape = drafter.shape if drafter is not None else None
-    num_prompt_tokens, num_output_tokens = settings.num_prompt_tokens, settings.num_output_tokens
-    mean_context_len = num_prompt_tokens + num_output_tokens / 2
-    step_s = decode_step_seconds(replica, target, shape, k, concurrency, mean_context_len, num_output_tokens)
-    prefill_s = prefill_seconds(replica, target, shape, num_prompt_tokens, concurrency)
-    acceptance_length = drafter.acceptance.acceptance_length(k) if drafter is not None else 1.0
-    num_steps = (num_output_tokens - 1 if num_prompt_tokens else num_output_tokens) / acceptance_length
-    throughput = concurrency * num_output_tokens / (num_steps * step_s + concurrency * prefill_s)
-    num_gpus, price = replica.tensor_parallel_size, replica.gpu.price_per_hour
-    num_replicas = math.ceil(settings.throughput / throughput) if settings.throughput is not None else 1
-    return PlanRow(
-        concurrency=concurrency,
-        num_speculative_tokens=k,
-        method=drafter.shape.method if drafter is not None else "none",
-        step_ms=step_s * 1e3,
-        output_throughput=throughput,
-        num_gpus=num_replicas * num_gpus,
-        cost_per_million_tokens=price * num_gpus / 3600 / throughput * 1e6 if price is not None else None,
-        chosen=False,
-    )
-
-
-def _filter_rows(rows: list[PlanRow], per_user_throughput: float) -> list[PlanRow]:
-    kept = [r for r in rows if r.output_throughput / r.concurrency >= per_user_throughput]
-    if not kept:
-        best = max(rows, key=lambda r: r.output_throughput / r.concurrency)
-        raise UserError(
-            f"--per-user-throughput {per_user_throughput:g}: not reachable; the maximum is "
-            f"{best.output_throughput / best.concurrency:.0f} ({_describe(best)} at concurrency {best.concurrency})"
-        )
-    return kept
 
 
 def _select_concurrencies(
@@ -132,10 +115,8 @@ def _select_concurrencies(
     size, num_heads = replica.tensor_parallel_size, target.cfg.layer.num_heads
     sizes = [n for n in range(1, settings.max_tensor_parallel_size + 1) if num_heads % n == 0]
     if size not in sizes:
-        divisors = ", ".join(map(str, sizes[1:]))
-        raise UserError(
-            f"--tensor-parallel-size {size}: must divide the {num_heads} heads of {target.name}: {divisors}"
-        )
+        fix = f"must divide the {num_heads} heads of {target.name}: {', '.join(map(str, sizes[1:]))}"
+        raise UserError(f"--tensor-parallel-size {size}: {fix}")
     drafter = max((d.shape for d in drafters), key=lambda shape: shape.total_weight_bytes, default=None)
     num_tokens = settings.num_prompt_tokens + settings.num_output_tokens
     weight_bytes = target.total_weight_bytes + (drafter.total_weight_bytes if drafter is not None else 0)

@@ -8,7 +8,7 @@ on-demand prices of 2026.
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,16 @@ class GpuSpec:
     price_per_hour: float | None  # dollars; None if unknown
 
 
-GPUS = {
-    name: GpuSpec(
-        name,
-        gpu["memory_gb"] * GB,
-        gpu["bandwidth_tb_s"] * TB,
-        gpu["tflops"] * TFLOP,
-        gpu["link_gb_s"] * GB,
-        LINK_LATENCY_S[gpu["link"]],
-        gpu["price"],
-    )
-    for name, gpu in json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")).items()
-}
-CUSTOM_GPU = GpuSpec("custom", 1.0, 1.0, 1.0, 64 * GB, LINK_LATENCY_S["pcie"], None)
+def _build_gpu(
+    name: str, memory_gb: float, bandwidth_tb_s: float, tflops: float, link_gb_s: float, link: str, price: float | None
+) -> GpuSpec:
+    latency_s = LINK_LATENCY_S[link]
+    return GpuSpec(name, memory_gb * GB, bandwidth_tb_s * TB, tflops * TFLOP, link_gb_s * GB, latency_s, price)
+
+
+DATA_SHEETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+GPUS = {name: _build_gpu(name, **figures) for name, figures in DATA_SHEETS.items()}
+CUSTOM_GPU = {"link_gb_s": 64, "link": "pcie", "price": None}
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -86,16 +83,11 @@ def describe_gpu(
             raise UserError(f"{flag} {value:g}: must be above 0")
     if price is not None and not 0 <= price < math.inf:
         raise UserError(f"--price {price:g}: must be 0 or more")
-    overrides: dict[str, tuple[float | None, float]] = {
-        "memory_bandwidth": (memory_bandwidth, TB),
-        "matrix_flops": (tflops, TFLOP),
-        "memory_bytes": (gpu_memory, GB),
-        "link_bandwidth": (link_bandwidth, GB),
-        "price_per_hour": (price, 1.0),
-    }
-    gpu = CUSTOM_GPU if name is None else find_gpu(name)
-    given: dict[str, Any] = {name: value * unit for name, (value, unit) in overrides.items() if value is not None}
-    return replace(gpu, **given)
+    given = {"bandwidth_tb_s": memory_bandwidth, "tflops": tflops, "memory_gb": gpu_memory}
+    given |= {"link_gb_s": link_bandwidth, "price": price}
+    known = "custom" if name is None else find_gpu(name).name
+    figures = DATA_SHEETS.get(known, CUSTOM_GPU) | {key: value for key, value in given.items() if value is not None}
+    return _build_gpu(known, **figures)
 
 
 @dataclass(frozen=True)

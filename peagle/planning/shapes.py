@@ -195,7 +195,12 @@ def parse_shape(
 ) -> ModelShape:
     """Reads the values of a config.json. `source` is the file that error messages name."""
     config = ConfigReader(values, source)
-    dtype_bytes = _parse_dtype_bytes(config)
+    sections = (config.section("text_config"), config)
+    found = [section.values.get(key) for section in sections for key in ("dtype", "torch_dtype")]
+    dtype = next((value for value in found if value is not None), "bfloat16")
+    if dtype not in DTYPE_BYTES:
+        raise config.error(f"dtype {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    dtype_bytes = DTYPE_BYTES[dtype]
     if weight_bits is not None:
         bytes_per_weight = bytes_per_expert_weight = weight_bits / 8
     else:
@@ -216,15 +221,6 @@ def parse_shape(
         bytes_per_vocab_weight=min(dtype_bytes, 2.0),
         bytes_per_kv=kv_cache_bits / 8 if kv_cache_bits is not None else min(dtype_bytes, 2.0),
     )
-
-
-def _parse_dtype_bytes(config: ConfigReader) -> float:
-    sections = (config.section("text_config"), config)
-    found = [section.values.get(key) for section in sections for key in ("dtype", "torch_dtype")]
-    dtype = next((value for value in found if value is not None), "bfloat16")
-    if dtype not in DTYPE_BYTES:
-        raise config.error(f"dtype {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
 
 
 def _parse_quantization(config: ConfigReader, dtype_bytes: float) -> tuple[float, float]:

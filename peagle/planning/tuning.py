@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,17 +65,11 @@ def list_step_kinds(llm: LLM, settings: TuneSettings) -> list[StepKind]:
 
 
 def time_decode_steps(
-    runner: ModelRunner,
-    step_kinds: list[StepKind],
-    table: StepCostTable,
-    settings: TuneSettings,
-    on_step: Callable[[int, int], None] = lambda batch_size, k: None,
-    on_batch_size: Callable[[int], None] = lambda batch_size: None,
-) -> None:
-    """Adds the missing step kinds to the table: the fastest of several repeats.
+    runner: ModelRunner, step_kinds: list[StepKind], table: StepCostTable, settings: TuneSettings
+) -> Iterator[StepKind]:
+    """Adds the missing step kinds to the table, a batch size at once: the fastest of several repeats.
 
-    Repeats alternate between the values of K, so that a busy moment affects all of them. `on_step` is called after
-    every step, `on_batch_size` after every batch size that is complete.
+    Repeats alternate between the values of K, so that a busy moment affects all of them. Yields after every step.
     """
     if settings.context_len:
         _assign_kv_blocks(runner, max((size for size, _ in step_kinds), default=0), settings.context_len)
@@ -87,10 +81,9 @@ def time_decode_steps(
                 seconds = time_decode_step(runner, batch_size, k, settings.context_len)
                 if repeat >= settings.warmup:
                     fastest[k] = min(fastest[k], seconds)
-                on_step(batch_size, k)
-        table.seconds |= {(batch_size, k): seconds for k, seconds in fastest.items()}
-        if missing:
-            on_batch_size(batch_size)
+                if repeat == settings.warmup + settings.repeats - 1 and k == missing[-1]:
+                    table.seconds |= {(batch_size, k): seconds for k, seconds in fastest.items()}
+                yield batch_size, k
 
 
 @torch.inference_mode()

@@ -104,21 +104,19 @@ def _name_entries(measured: Sequence[tuple[AcceptanceRow, ResultSource]], min_re
         )
         for row, source in measured
     ]
-    dataset_keys = [_dataset_key(row, source) for row, source in measured]
+    dataset_keys = []
+    for row, source in measured:
+        settings = source.results.settings
+        data = settings.get("data")
+        details = data.get(row.dataset) if isinstance(data, dict) else None
+        digest = str(details.get("sha256") or details.get("sha") or "")[:8] if isinstance(details, dict) else ""
+        values = (f"{name} {settings[name]}" if settings.get(name) is not None else "" for name in WORKLOAD_SETTINGS)
+        dataset_keys.append((row.dataset, *values, f"prompts {digest}" if digest else ""))
     drafters, datasets = shortest_labels(drafter_keys), shortest_labels(dataset_keys)
     return [
         AcceptanceEntry(row, drafters[drafter], datasets[dataset], row.num_responses < min_responses)
         for (row, _), drafter, dataset in zip(measured, drafter_keys, dataset_keys, strict=True)
     ]
-
-
-def _dataset_key(row: AcceptanceRow, source: ResultSource) -> tuple[str, ...]:
-    settings = source.results.settings
-    data = settings.get("data")
-    details = data.get(row.dataset) if isinstance(data, dict) else None
-    digest = str(details.get("sha256") or details.get("sha") or "")[:8] if isinstance(details, dict) else ""
-    values = (f"{name} {settings[name]}" if settings.get(name) is not None else "" for name in WORKLOAD_SETTINGS)
-    return row.dataset, *values, f"prompts {digest}" if digest else ""
 
 
 def _by_drafter_and_dataset(entries: Sequence[AcceptanceEntry]) -> list[list[AcceptanceEntry]]:

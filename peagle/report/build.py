@@ -55,7 +55,16 @@ def read_sources(paths: Sequence[Path]) -> list[ResultSource]:
 def build_page(sources: Sequence[ResultSource], settings: ReportSettings) -> ReportPage:
     sources = clean_strings(list(sources))
     by_kind = {kind: [s for s in sources if s.results.kind == kind and s.results.rows] for kind in MISSING}
-    page = ReportPage(clean_strings(settings.title), _build_subtitle(sources), warnings=_file_warnings(sources))
+    machines = dict.fromkeys(source.machine for source in sources)
+    days = dict.fromkeys(sorted(source.results.provenance.started_at[:10] for source in sources))
+    subtitle = f"Result files: {len(sources)}, {' to '.join(days)}, {' and '.join(machines)}"
+    page = ReportPage(clean_strings(settings.title), subtitle)
+    for source in sources:
+        if not source.results.rows:
+            page.warnings.append(f"{source.name}: has no rows.")
+        if not source.results.finished:
+            page.warnings.append(f"{source.name}: the run was not finished.")
+        page.warnings += [f"{source.name}: {warning}" for warning in merge_warnings(source.results.warnings)]
     add_throughput(page, by_kind["bench"])
     add_acceptance(page, by_kind["eval"], settings.min_responses)
     for source in by_kind["tune"]:
@@ -67,25 +76,6 @@ def build_page(sources: Sequence[ResultSource], settings: ReportSettings) -> Rep
     return page
 
 
-def _build_subtitle(sources: Sequence[ResultSource]) -> str:
-    if not sources:
-        return "No results."
-    machines = dict.fromkeys(source.machine for source in sources)
-    days = dict.fromkeys(sorted(source.results.provenance.started_at[:10] for source in sources))
-    return f"Result files: {len(sources)}, {' to '.join(days)}, {' and '.join(machines)}"
-
-
-def _file_warnings(sources: Sequence[ResultSource]) -> list[str]:
-    warnings = []
-    for source in sources:
-        if not source.results.rows:
-            warnings.append(f"{source.name}: has no rows.")
-        if not source.results.finished:
-            warnings.append(f"{source.name}: the run was not finished.")
-        warnings += [f"{source.name}: {warning}" for warning in merge_warnings(source.results.warnings)]
-    return warnings
-
-
 def _add_tune(page: ReportPage, source: ResultSource) -> None:
     """Timed decode steps: a row per batch size, a column per K."""
     rows: list[TuneRow] = source.results.rows
@@ -95,11 +85,18 @@ def _add_tune(page: ReportPage, source: ResultSource) -> None:
         page.warnings.append(f"{source.name}: acceptance rates are assumed, not measured.")
     by_cell = {(row.batch_size, row.num_speculative_tokens): row for row in rows}
     batch_sizes, ks = sorted({size for size, _ in by_cell}), sorted({k for _, k in by_cell})
+
+    def show(row: TuneRow | None) -> str:
+        if row is None:
+            return "–"
+        mark = "*" if row.chosen else ""
+        return f"{format_number(row.expected_output_throughput)} ({format_number(row.step_ms)}){mark}"
+
     texts, ratios = [], []
     for size in batch_sizes:
         cells = [by_cell.get((size, k)) for k in ks]
         baseline = by_cell[size, 0].expected_output_throughput if (size, 0) in by_cell else 0.0
-        texts.append((str(size), *map(_tune_text, cells)))
+        texts.append((str(size), *map(show, cells)))
         ratios.append(
             tuple(cell.expected_output_throughput / baseline if cell and baseline else None for cell in cells)
         )
@@ -111,13 +108,6 @@ def _add_tune(page: ReportPage, source: ResultSource) -> None:
     title = "Expected output tokens/s and time of a decode step"
     table = ReportTable(title, headings, tuple(texts), caption, is_open=True, ratios=tuple(ratios))
     page.sections.append(ReportSection(f"Decode steps: {source.name}", [table]))
-
-
-def _tune_text(row: TuneRow | None) -> str:
-    if row is None:
-        return "–"
-    mark = "*" if row.chosen else ""
-    return f"{format_number(row.expected_output_throughput)} ({format_number(row.step_ms)}){mark}"
 
 
 def _add_plan(page: ReportPage, source: ResultSource) -> None:

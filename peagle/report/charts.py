@@ -4,7 +4,6 @@ Colours are CSS classes of the page's style sheet, so charts follow dark mode an
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ WIDTH, HEIGHT = 400, 270  # pixels
 TOP, BOTTOM, LEFT, RIGHT = 28, 44, 12, 14  # margins of the plot; LEFT is that of the tick texts
 INSET = 12  # from the ends of the x axis to the first and the last tick
 CHARACTER_WIDTH = 6.6  # of a tick text, on the large side
-LOG_RANGE = 12  # a value axis is logarithmic if the largest value is this many times the smallest
 # A shape around the origin per style, so that lines are distinguishable without colour. Style 0 is the baseline.
 MARKS = (
     "M-4.2-2h8.4v4h-8.4z",
@@ -131,20 +129,6 @@ def format_ticks(axis: ChartAxis) -> list[str]:
         return [format_number(tick, axis.unit) for tick in axis.ticks]
     decimals = max(len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in axis.ticks)
     return [f"{tick:,.{decimals}f}" for tick in axis.ticks]
-
-
-def load_axis(label: str, loads: Sequence[float]) -> ChartAxis:
-    """Axis with a tick per load, logarithmic beyond a factor of 4."""
-    ticks = tuple(sorted(set(loads)))
-    return ChartAxis(label, ticks, is_log=ticks[0] > 0 and ticks[-1] > 4 * ticks[0])
-
-
-def value_axis(label: str, values: Sequence[float]) -> ChartAxis:
-    """Axis from zero, or a logarithmic one for a wide range."""
-    low, high = min(values), max(values)
-    if low > 0 and high > LOG_RANGE * low:
-        return ChartAxis(label, log_ticks(low, high), is_log=True)
-    return ChartAxis(label, linear_ticks(0.0, high))
 
 
 def linear_ticks(low: float, high: float) -> tuple[float, ...]:

@@ -11,13 +11,14 @@ from typing import Literal
 
 from peagle.errors import UserError
 from peagle.report.charts import (
+    ChartAxis,
     ChartLine,
     ChartPanel,
     ChartPoint,
     format_interval,
     format_number,
-    load_axis,
-    value_axis,
+    linear_ticks,
+    log_ticks,
     with_interval,
 )
 from peagle.report.page import HeadlineTile, ReportBlock, ReportPage, ReportSection, ReportTable
@@ -36,11 +37,10 @@ from peagle.results.comparison import Speedup, compute_speedup, row_warnings
 from peagle.results.schema import METHOD_NAMES, BenchRow, configuration_name
 
 AUTO_STYLE = 5
+LOG_RANGE = 12  # the axis of values is logarithmic if the largest is this many times the smallest
 NOT_MEASURED = "–"
 MAX_INTERVAL_WIDTH = 2.0  # upper over lower end; a wider interval supports no recommendation
 COLOURS = "Blue is faster, orange slower, grey equal within 5% or inconclusive."
-
-GroupKey = tuple[str, str, str, str]  # workload digest, kind of load, machine, target
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def add_throughput(page: ReportPage, sources: Sequence[ResultSource]) -> None:
     if not runs:
         return
     has_targets = len({run.source.target for run in runs} - {""}) > 1
-    keys: list[GroupKey] = [
+    keys = [
         (
             run.row.workload_sha256,
             "open loop" if run.row.concurrency is None else "closed loop",
@@ -131,8 +131,11 @@ def add_throughput(page: ReportPage, sources: Sequence[ResultSource]) -> None:
     groups = {key: ComparableRuns(name_runs(members)) for key, members in group_by(runs, keys).items()}
     if len(groups) > 1:
         page.warnings.append("Runs with different workloads, loads, machines or targets are not compared.")
-    for key, name in _name_groups(list(groups)).items():
-        group = groups[key]
+    # a section is named by the parts of its key that differ between sections
+    parts = [(f"workload {key[0][:8]}", *key[1:3], key[3] or "unknown target") for key in groups]
+    varying = [i for i in range(4) if len({values[i] for values in parts}) > 1]
+    for group, values in zip(groups.values(), parts, strict=True):
+        name = ", ".join(values[i] for i in varying)
         page.sections.append(ReportSection(f"Throughput: {name}" if name else "Throughput", _build_blocks(group)))
         for engine, members in group.engines.items():
             page.recommendations += [
@@ -142,13 +145,6 @@ def add_throughput(page: ReportPage, sources: Sequence[ResultSource]) -> None:
         new = [warning for run in group.runs if not run.source.results.warnings for warning in row_warnings(run.row)]
         page.warnings += merge_warnings(sorted(new, key=lambda warning: "failed" not in warning))
     page.tiles += _build_tiles(max(groups.values(), key=lambda group: len(group.runs)))
-
-
-def _name_groups(keys: Sequence[GroupKey]) -> dict[GroupKey, str]:
-    """The parts of each key that differ between groups."""
-    parts = {key: (f"workload {key[0][:8]}", *key[1:3], key[3] or "unknown target") for key in keys}
-    varying = [i for i in range(4) if len({values[i] for values in parts.values()}) > 1]
-    return {key: ", ".join(values[i] for i in varying) for key, values in parts.items()}
 
 
 def name_runs(runs: Sequence[BenchRun]) -> list[BenchRun]:
@@ -247,9 +243,13 @@ def _build_blocks(group: ComparableRuns) -> list[ReportBlock]:
 
 def _throughput_figure(group: ComparableRuns) -> ReportTable:
     title = "Throughput by load"
-    x = load_axis("requests/s" if group.load_unit == "request rate" else "concurrency", group.loads)
+    loads, unit = tuple(group.loads), "requests/s" if group.load_unit == "request rate" else "concurrency"
+    x = ChartAxis(unit, loads, is_log=loads[0] > 0 and loads[-1] > 4 * loads[0])
     upper_ends = [interval[1] for run in group.runs if (interval := run.row.output_throughput_ci95) is not None]
-    y = value_axis("output tokens/s", [*(run.throughput for run in group.runs), *upper_ends])
+    values = [*(run.throughput for run in group.runs), *upper_ends]
+    low, high = min(values), max(values)
+    is_log = low > 0 and high > LOG_RANGE * low
+    y = ChartAxis("output tokens/s", log_ticks(low, high) if is_log else linear_ticks(0.0, high), is_log)
     panels, rows = [], []
     for engine, members in group.engines.items():
         lines = []
@@ -259,7 +259,8 @@ def _throughput_figure(group: ComparableRuns) -> ReportTable:
             for name, selected, style in ((system, fastest, runs[0].style), (f"{system} K=auto", auto, AUTO_STYLE)):
                 if selected:
                     lines.append(ChartLine(name, tuple(_throughput_point(group, run) for run in selected), style))
-                    cells = {run.load: _throughput_and_k(run) for run in selected}
+                    ks = {run.load: f" (K={run.k})" if run.k is not None else "" for run in selected}
+                    cells = {run.load: format_number(run.throughput) + ks[run.load] for run in selected}
                     rows.append((add_engine(name, engine), *(cells.get(load, "–") for load in group.loads)))
         panels += [ChartPanel(engine or title, x, y, tuple(some)) for some in split_panels(lines)]
     caption = "Output tokens/s with 95% intervals; the fastest K of each method. Hollow points: see the warnings."
@@ -272,10 +273,6 @@ def _throughput_point(group: ComparableRuns, run: BenchRun) -> ChartPoint:
     error = f" (95% {format_interval(interval)})" if interval else ", one repeat"
     tooltip = f"{run.label}, {group.load_name(run.load)}: {format_number(run.throughput)} tokens/s{error}"
     return ChartPoint(run.load, run.throughput, interval, tooltip, is_uncertain=bool(row_warnings(run.row)))
-
-
-def _throughput_and_k(run: BenchRun) -> str:
-    return format_number(run.throughput) if run.k is None else f"{format_number(run.throughput)} (K={run.k})"
 
 
 def _speedup_table(group: ComparableRuns, engine: str, members: Sequence[BenchRun]) -> ReportTable:

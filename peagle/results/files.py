@@ -97,9 +97,7 @@ def _decode(value: Any, kind: Any, path: str) -> Any:
     """Converts a JSON value to the type `kind`, or raises UserError that names the field at `path`."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        if value is None and NoneType in members:
-            return None
-        *others, last = sorted((m for m in members if m is not NoneType), key=lambda m: m is float)
+        *others, last = sorted(members, key=lambda m: (m is not NoneType, m is float))
         for member in others:  # float last, so that whole numbers stay int
             with suppress(UserError):
                 return _decode(value, member, path)

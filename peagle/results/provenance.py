@@ -1,7 +1,5 @@
 """Provenance of a measurement: command, commit, versions, machine, time."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform
@@ -12,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from peagle.versions import installed_versions
 
@@ -27,15 +26,14 @@ class Provenance:
     started_at: str  # UTC, ISO 8601
     duration: float  # seconds
 
-    @staticmethod
-    def collect(command: str | None = None, packages: tuple[str, ...] = ()) -> Provenance:
+    @classmethod
+    def collect(cls, command: str | None = None, packages: tuple[str, ...] = ()) -> Self:
         """Describe the current process at the start of a run; `packages` adds versions if they are installed."""
         command = shlex.join(["peagle", *sys.argv[1:]]) if command is None else command
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        versions = installed_versions(*packages)
-        return Provenance(command, _source_commit(), versions, _describe_machine(), started_at, 0.0)
+        return cls(command, _source_commit(), installed_versions(*packages), _describe_machine(), started_at, 0.0)
 
-    def with_duration(self, earlier: float = 0.0) -> Provenance:
+    def with_duration(self, earlier: float = 0.0) -> Self:
         """Copy with the seconds since the start added to those of `earlier` parts of a resumed run."""
         elapsed = (datetime.now(UTC) - datetime.fromisoformat(self.started_at)).total_seconds()
         return dataclasses.replace(self, duration=round(earlier + max(elapsed, 0.0), 1))

@@ -1,23 +1,17 @@
 """Terminal output of `peagle eval` and `peagle bench`: tables of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
 
 from peagle.errors import UserError
 from peagle.results.comparison import compute_speedup, find_baseline
 from peagle.results.schema import AcceptanceRow, BenchRow, Results
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 def _new_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     """A table with columns for the names of a row, and for numbers."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in names:
         table.add_column(name)
@@ -98,39 +92,27 @@ def build_bench_tables(rows: Sequence[BenchRow]) -> list[Table]:
     latency = _new_table(title, ("load", "engine"), ("TTFT", "TPOT", "ITL", "E2EL"))
     loads = list(dict.fromkeys(row.load_name for row in rows))
     for row in sorted(rows, key=lambda row: loads.index(row.load_name)):
-        throughput.add_row(row.load_name, row.label, *_throughput_cells(row, rows))
-        latency.add_row(row.load_name, row.label, *_latency_cells(row))
+        speedup, baseline = "-", find_baseline(row, rows)
+        if baseline is not None and baseline is not row:
+            try:
+                speedup = str(compute_speedup(row, baseline))
+            except UserError:  # the warnings below the table explain it
+                speedup = "n/a"
+        value, interval = row.output_throughput, row.output_throughput_ci95
+        lengths = [repeat.acceptance_length for repeat in row.repeats if repeat.acceptance_length is not None]
+        throughput.add_row(
+            row.load_name,
+            row.label,
+            f"{value:,.0f}" if value >= 100 else f"{value:.1f}",
+            f"{(interval[1] - interval[0]) / 2 / value:.1%}" if interval is not None and value else "-",
+            speedup,
+            _format_number(sum(lengths) / len(lengths) if lengths else None),
+            str(sum(sum(repeat.failed.values()) for repeat in row.repeats) or "-"),
+        )
+        cells = []
+        for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
+            values = [(p.median, p.p95, p.p99) for repeat in row.repeats if (p := getattr(repeat, name)) is not None]
+            means = [sum(column) / len(values) for column in zip(*values, strict=True)]  # over the repeats
+            cells.append("  ".join(f"{f'{m:.0f}' if m >= 99.95 else f'{m:.3g}':>4}" for m in means) or "-")
+        latency.add_row(row.load_name, row.label, *cells)
     return [throughput, latency]
-
-
-def _throughput_cells(row: BenchRow, rows: Sequence[BenchRow]) -> list[str]:
-    value, interval = row.output_throughput, row.output_throughput_ci95
-    failed = sum(sum(repeat.failed.values()) for repeat in row.repeats)
-    lengths = [repeat.acceptance_length for repeat in row.repeats if repeat.acceptance_length is not None]
-    return [
-        f"{value:,.0f}" if value >= 100 else f"{value:.1f}",
-        f"{(interval[1] - interval[0]) / 2 / value:.1%}" if interval is not None and value else "-",
-        _format_speedup(row, rows),
-        _format_number(sum(lengths) / len(lengths) if lengths else None),
-        str(failed or "-"),
-    ]
-
-
-def _format_speedup(row: BenchRow, rows: Sequence[BenchRow]) -> str:
-    baseline = find_baseline(row, rows)
-    if baseline is None or baseline is row:
-        return "-"
-    try:
-        return str(compute_speedup(row, baseline))
-    except UserError:  # the warnings below the table explain it
-        return "n/a"
-
-
-def _latency_cells(row: BenchRow) -> list[str]:
-    """Each percentile as its mean over the repeats."""
-    cells = []
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
-        values = [(p.median, p.p95, p.p99) for repeat in row.repeats if (p := getattr(repeat, name)) is not None]
-        means = [sum(column) / len(values) for column in zip(*values, strict=True)]
-        cells.append("  ".join(f"{f'{m:.0f}' if m >= 99.95 else f'{m:.3g}':>4}" for m in means) or "-")
-    return cells

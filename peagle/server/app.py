@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle import __version__
-from peagle.server import routes_info, routes_openai
+from peagle.server import routes
 from peagle.server.errors import CLIENT_ERRORS, ApiError, answer_http_exception, to_api_error
 from peagle.server.logs import format_traceback, log_event
 from peagle.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -30,10 +30,7 @@ UNLOGGED_PATHS = ("/metrics", "/health")  # polled every few seconds
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PORT = re.compile(r":\d*$")
 MAX_PATH_LENGTH = 200
-DIRECT_ROUTES = {
-    "/v1/chat/completions": routes_openai.chat_completions,
-    "/v1/completions": routes_openai.completions,
-}
+DIRECT_ROUTES = {"/v1/chat/completions": routes.chat_completions, "/v1/completions": routes.completions}
 REQUEST_BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -73,8 +70,7 @@ def build_app(context: ServerContext) -> FastAPI:
         exception_handlers={HTTPException: answer_http_exception},
     )
     app.state.context = context
-    app.include_router(routes_openai.router)
-    app.include_router(routes_info.router)
+    app.include_router(routes.router)
     app.add_middleware(ApiMiddleware, api_key=settings.api_key)
     if settings.cors_origins:
         app.add_middleware(

@@ -10,8 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from multiprocessing.process import BaseProcess
 from typing import Literal
@@ -36,7 +35,7 @@ from peagle.server.engine_messages import (
     StepOutput,
     encode_message,
 )
-from peagle.server.errors import EngineFailedError, EngineUnavailableError, QueueFullError
+from peagle.server.errors import QUEUE_FULL, UNREADY, EngineFailedError, EngineUnavailableError, QueueFullError
 from peagle.server.logs import log_event
 from peagle.server.request_stream import Completion, EngineRequest, RequestStream
 
@@ -44,7 +43,7 @@ STOP_TIMEOUT_S = 5.0  # for the running step; then the process is killed
 POLL_S = 0.02
 STREAM_INTERVAL_S = 1e-4  # between two chunks of a stream, for each stream: writing a chunk takes this long
 MIN_DELAY_S = 0.002  # shorter ones are left out
-SUMMED_COUNTERS = (  # over engines, under the same names in `EngineCounters` and `EngineStats`
+SUMMED_COUNTERS = (  # over engines
     *("num_draft_tokens", "num_preemptions", "num_prefix_cache_hits", "num_prefix_cache_queries"),
     "num_late_compilations",
 )
@@ -59,25 +58,19 @@ def start_engine_process(build_llm: Callable[[], LLM], log_json: bool, sock: soc
     return process
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts since the server started, over all engine processes. The first three are current values."""
+class EngineStats(EngineCounters):
+    """Current values, and counts since the server started, over all engine processes."""
 
-    num_requests_running: int = 0
     num_requests_waiting: int = 0
-    kv_cache_usage: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_decode_steps: int = 0  # summed over requests
-    num_drafts: int = 0  # decode steps that had draft tokens
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
     num_restarts: int = 0
-    num_draft_tokens: int = 0
-    num_preemptions: int = 0
-    num_prefix_cache_hits: int = 0
-    num_prefix_cache_queries: int = 0
-    num_late_compilations: int = 0
+
+    @property
+    def num_accepted_tokens_per_pos(self) -> list[int]:
+        drafts = self.acceptance_histogram
+        return [sum(drafts[i:]) for i in range(1, len(drafts))]
 
 
 class EngineConnection(asyncio.Protocol):
@@ -113,6 +106,7 @@ class EngineClient:
         self.last_error: str | None = None
         self.fatal_error: Exception | None = None
         self.open_streams: set[RequestStream] = set()
+        self.on_rejection: Callable[[str], None] = lambda reason: None  # is told why a request is refused
         self.started = asyncio.Event()  # the engine is ready for the first time, or has failed
         self._start_engine = start_engine
         self._engine: BaseProcess | None = None
@@ -140,28 +134,29 @@ class EngineClient:
     ) -> RequestStream:
         """Queues prompts within `reserve`. Completion j of prompt i has index i * n + j."""
         self.check_state()
-        request_stream = RequestStream(stream, deadline, self._abort_stream)
+        request_stream = RequestStream(len(prompts) * params.n, stream, deadline, self._abort_stream)
         now = time.perf_counter()
         for i, prompt_token_ids in enumerate(prompts):
             indices = range(i * params.n, (i + 1) * params.n)
             completions = [Completion(index, params, new_detokenizer(), now) for index in indices]
-            request = EngineRequest(request_stream, prompt_token_ids, params, completions, stream)
-            request_stream.add_request(request)
+            request = EngineRequest(request_stream, prompt_token_ids, params, completions)
+            request_stream.requests.append(request)
             self._requests[request.id] = request
             self._send(request.command)
         self.open_streams.add(request_stream)
         return request_stream
 
-    def check_capacity(self, num_completions: int) -> None:
-        """Raises if the engine cannot take this many more completions now."""
+    def reserve(self, num_completions: int) -> AbstractContextManager[None]:
+        """Keeps places for completions while their request is prepared. Raises if the engine cannot take them now."""
         self.check_state()
         num_open = sum(stream.num_completions for stream in self.open_streams)
         if num_open + self._num_preparing + num_completions > self.max_completions:
+            self.on_rejection(QUEUE_FULL)
             raise QueueFullError()
+        return self._prepare(num_completions)
 
     @contextmanager
-    def reserve(self, num_completions: int) -> Iterator[None]:
-        """Keeps places for completions while their request is prepared."""
+    def _prepare(self, num_completions: int) -> Iterator[None]:
         self._num_preparing += num_completions
         try:
             yield
@@ -170,6 +165,7 @@ class EngineClient:
 
     def check_state(self) -> None:
         if self.state not in ("ready", "restarting"):
+            self.on_rejection(UNREADY)
             raise EngineUnavailableError(self.state)
 
     @property
@@ -288,11 +284,17 @@ class EngineClient:
             await self._run_engine()
             was_ready = self._connection is not None
             self._connection = None
-            self.last_error = self._describe_end()
+            exitcode = self._engine.exitcode if self._engine is not None else None
+            if self._error is not None:
+                self.last_error = self._error.error
+            elif exitcode is not None and exitcode < 0:
+                self.last_error = f"the engine process was killed by {signal.Signals(-exitcode).name}"
+            else:
+                self.last_error = f"the engine process ended with status {exitcode}"
             num_failed_starts = 0 if was_ready else num_failed_starts + 1
             self._num_failures += was_ready
             self._num_restarts += was_ready
-            self._previous_counters, self._counters = self._total_counters, EngineCounters()
+            self._previous_counters, self._counters = self.stats, EngineCounters()
             started = {request.request_stream for request in self._requests.values() if request.started}
             self._fail_streams(started, EngineFailedError())
             if self.info is None or num_failed_starts >= self.settings.max_rebuild_attempts:
@@ -337,14 +339,6 @@ class EngineClient:
                 self._engine.kill()
             await asyncio.sleep(POLL_S)
 
-    def _describe_end(self) -> str:
-        if self._error is not None:
-            return self._error.error
-        exitcode = self._engine.exitcode if self._engine is not None else None
-        if exitcode is not None and exitcode < 0:
-            return f"the engine process was killed by {signal.Signals(-exitcode).name}"
-        return f"the engine process ended with status {exitcode}"
-
     def _fail_streams(self, streams: set[RequestStream], error: Exception) -> None:
         self._notify_updated()
         for stream in list(streams):
@@ -363,34 +357,19 @@ class EngineClient:
         self._fail_streams(self.open_streams, EngineUnavailableError("draining"))
         await self._end_process(STOP_TIMEOUT_S if self._connection is not None else 0.0)
 
-    # Counts
-
-    @property
-    def _total_counters(self) -> EngineCounters:
-        """The counts of the current engine and of those that have ended."""
-        current, previous = self._counters, self._previous_counters
-        histograms = zip_longest(current.acceptance_histogram, previous.acceptance_histogram, fillvalue=0)
-        return EngineCounters(
-            acceptance_histogram=[sum(counts) for counts in histograms],
-            **{name: getattr(current, name) + getattr(previous, name) for name in SUMMED_COUNTERS},
-        )
-
     @property
     def stats(self) -> EngineStats:
-        counters, num_running = self._total_counters, self._counters.num_requests_running
-        drafts = counters.acceptance_histogram
-        accepted_per_pos = tuple(sum(drafts[i:]) for i in range(1, len(drafts)))
+        current, previous = self._counters, self._previous_counters
+        histograms = zip_longest(current.acceptance_histogram, previous.acceptance_histogram, fillvalue=0)
         num_unfinished = sum(stream.num_unfinished for stream in self.open_streams)
         return EngineStats(
-            num_requests_running=num_running,
-            num_requests_waiting=max(num_unfinished - num_running, 0) + self._num_preparing,
-            kv_cache_usage=self._counters.kv_cache_usage,
+            num_requests_running=current.num_requests_running,
+            num_requests_waiting=max(num_unfinished - current.num_requests_running, 0) + self._num_preparing,
+            kv_cache_usage=current.kv_cache_usage,
+            acceptance_histogram=[sum(counts) for counts in histograms],
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_decode_steps=self._num_decode_steps,
-            num_drafts=sum(drafts),
-            num_accepted_tokens=sum(accepted_per_pos),
-            num_accepted_tokens_per_pos=accepted_per_pos,
             num_restarts=self._num_restarts,
-            **{name: getattr(counters, name) for name in SUMMED_COUNTERS},
+            **{name: getattr(current, name) + getattr(previous, name) for name in SUMMED_COUNTERS},
         )

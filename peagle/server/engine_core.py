@@ -89,12 +89,9 @@ class EngineCore:
 
     def run_commands(self) -> None:
         """Runs the commands that have arrived; waits for one if there is nothing else to do."""
-        if self.llm.has_unfinished_requests:
-            timeout: float | None = 0.0
-        else:
-            timeout = GRAMMAR_POLL_S if self._compiling else None
+        idle_timeout = GRAMMAR_POLL_S if self._compiling else None
         aborted = False
-        for command in self.channel.receive(timeout):
+        for command in self.channel.receive(0.0 if self.llm.has_unfinished_requests else idle_timeout):
             if isinstance(command, AbortRequest):
                 self._abort(command.request_id, command.index)
                 aborted = True
@@ -144,16 +141,10 @@ class EngineCore:
     def _send_step(self, updated: list[Request]) -> None:
         now = time.perf_counter()
         started = self._find_started()
-        deltas = []
-        for completion in updated:
-            request = self._by_group.get(completion.group)
-            if request is not None:
-                delta = _build_delta(request, completion, now)
-                if delta is not None:
-                    deltas.append(delta)
-        for completion in updated:  # after all deltas: several completions of a group may end in one step
-            request = self._by_group.get(completion.group)
-            if request is not None and request.group.finished:
+        requests = [(request, c) for c in updated if (request := self._by_group.get(c.group)) is not None]
+        deltas = [delta for request, c in requests if (delta := _build_delta(request, c, now)) is not None]
+        for request in dict.fromkeys(request for request, _ in requests):
+            if request.group.finished:
                 self._forget(request)
         if deltas or started or not updated:
             self.channel.send(StepOutput(now, deltas, started, self.read_counters()))

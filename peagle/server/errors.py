@@ -12,6 +12,7 @@ from peagle.errors import UserError
 FLAG = re.compile(r"--([a-z][a-z-]*)")
 MAX_MESSAGE_LENGTH = 400
 RETRY_AFTER_S = 1
+QUEUE_FULL, UNREADY = "max_num_queued_reqs", "unready"  # reasons of rejections in the metrics; the first is vLLM's
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

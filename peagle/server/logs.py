@@ -23,33 +23,29 @@ def log_event(event: str, level: LogLevel = "info", **fields: Any) -> None:
 
 def start_logging(as_json: bool, stream: TextIO | None = None) -> None:
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLogFormatter() if as_json else TextLogFormatter())
+    handler.setFormatter(LogFormatter(as_json))
     for logger, level in ((logging.getLogger("peagle"), logging.INFO), (logging.getLogger("uvicorn"), logging.WARNING)):
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False
 
 
-class TextLogFormatter(logging.Formatter):
+class LogFormatter(logging.Formatter):
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self.as_json = as_json
+
     def format(self, record: logging.LogRecord) -> str:
+        event, level = " ".join(record.getMessage().split())[:MAX_FIELD_LENGTH], record.levelname.lower()
+        fields = {name: value for name, value in getattr(record, "fields", {}).items() if value is not None}
+        if record.exc_info is not None and record.exc_info[0] is not None:
+            fields["error"] = record.exc_info[0].__name__  # its message may quote the request
+        if self.as_json:
+            clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+            return json.dumps({"time": clock, "level": level, "event": event, **fields}, default=str)
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = "".join(f" {name}={_format_value(value)}" for name, value in _get_fields(record).items())
-        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{clock} {level}{_one_line(record.getMessage())}{fields}"
-
-
-class JsonLogFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        head = {"time": clock, "level": record.levelname.lower(), "event": _one_line(record.getMessage())}
-        return json.dumps({**head, **_get_fields(record)}, default=str)
-
-
-def _get_fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields = dict(getattr(record, "fields", {}))
-    if record.exc_info is not None and record.exc_info[0] is not None:
-        fields["error"] = record.exc_info[0].__name__  # its message may quote the request
-    return {name: value for name, value in fields.items() if value is not None}
+        prefix = "" if record.levelno == logging.INFO else f"{level}: "
+        return f"{clock} {prefix}{event}" + "".join(f" {name}={_format_value(value)}" for name, value in fields.items())
 
 
 def _format_value(value: Any) -> str:
@@ -57,10 +53,6 @@ def _format_value(value: Any) -> str:
     if not text or any(c in text for c in ' "=') or not text.isprintable():
         return json.dumps(text[:MAX_FIELD_LENGTH], ensure_ascii=False)
     return text[:MAX_FIELD_LENGTH]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_FIELD_LENGTH]
 
 
 def format_traceback(error: BaseException) -> str:

@@ -1,13 +1,12 @@
 """Prometheus metrics with vLLM's names, labels and buckets, so that vLLM's dashboards and clients work here.
 
 Requests are observed when they end; the engine's counts come from an `EngineStats` snapshot at every scrape. No text
-of a request reaches this module.
+of a request becomes part of a metric.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,6 +18,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from peagle.server.engine_client import EngineStats
+from peagle.server.errors import QUEUE_FULL, UNREADY
+from peagle.server.request_stream import Completion
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py)
 REQUEST_SECONDS = (
@@ -57,21 +58,29 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The max_tokens of a request.", TOKENS),
 }
 ENGINE = "0"  # vLLM numbers its replicas; this server has one
-FINISH_REASONS = ("stop", "length", "abort", "error")
-QUEUE_FULL, UNREADY = "max_num_queued_reqs", "unready"  # the first is vLLM's
-REJECTION_REASONS = (QUEUE_FULL, UNREADY)
+FINISH_REASONS = ("stop", "length", "abort", "error")  # abort: the client has left
 LABELS = ("model_name", "engine")
 SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # this engine never sleeps
 
 
-class ServerMetrics:
+class BucketCounts:
+    """A histogram. prometheus_client's own takes a lock for every value, and a request has hundreds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class ServerMetrics(Collector):
     def __init__(self, model: str) -> None:
         """`model` is the served model name."""
-        self.model, self.registry = model, CollectorRegistry()
+        self.model, self.registry, self._stats = model, CollectorRegistry(), EngineStats()
         ProcessCollector(registry=self.registry)
-        self._histograms = {name: BucketCounts(name, model) for name in HISTOGRAMS}
-        for histogram in self._histograms.values():
-            self.registry.register(histogram)
+        self.registry.register(self)
+        self._histograms = {name: BucketCounts(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
         finished = Counter(
             "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -79,37 +88,25 @@ class ServerMetrics:
         rejected = Counter(
             "vllm:admission_rejections", "Rejected requests.", ("model_name", "reason"), registry=self.registry
         )
-        self._rejected = {reason: rejected.labels(model, reason) for reason in REJECTION_REASONS}
+        self._rejected = {reason: rejected.labels(model, reason) for reason in (QUEUE_FULL, UNREADY)}
 
     def observe_request(
-        self,
-        *,
-        ttft_s: float | None,
-        itl_s: Sequence[float],
-        e2e_s: float,
-        queue_s: float,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        finish_reason: str,
-        max_tokens: int | None = None,
+        self, completion: Completion, e2e_s: float, num_prompt_tokens: int, finish_reason: str, max_tokens: int
     ) -> None:
-        """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM.
-
-        Seconds count from the arrival; `itl_s` are the gaps between steps that produced tokens. `ttft_s` is None if
-        no token was produced. `finish_reason` may also be "abort" (the client left) or "error".
-        """
+        """Records a completion that has ended; n completions of one prompt are n requests, as in vLLM."""
         self._finished[finish_reason].inc()
+        num_output_tokens, ttft_s = len(completion.token_ids), completion.first_token_s
+        queue_s = completion.queue_s if completion.queue_s is not None else e2e_s
         values: dict[str, float] = {
             "e2e_request_latency_seconds": e2e_s,
             "request_queue_time_seconds": queue_s,
             "request_prompt_tokens": num_prompt_tokens,
             "request_generation_tokens": num_output_tokens,
             "request_max_num_generation_tokens": num_output_tokens,
+            "request_params_max_tokens": max_tokens,
         }
-        if max_tokens is not None:
-            values["request_params_max_tokens"] = max_tokens
         if ttft_s is not None:
-            prefill_s, decode_s = max(ttft_s - queue_s, 0.0), sum(itl_s)
+            prefill_s, decode_s = max(ttft_s - queue_s, 0.0), sum(completion.token_gaps_s)
             values |= {
                 "time_to_first_token_seconds": ttft_s,
                 "request_prefill_time_seconds": prefill_s,
@@ -117,7 +114,7 @@ class ServerMetrics:
                 "request_inference_time_seconds": prefill_s + decode_s,
                 "request_time_per_output_token_seconds": decode_s / max(num_output_tokens - 1, 1),
             }
-            for seconds in itl_s:
+            for seconds in completion.token_gaps_s:
                 self._histograms["inter_token_latency_seconds"].observe(seconds)
         for name, value in values.items():
             self._histograms[name].observe(value)
@@ -128,40 +125,19 @@ class ServerMetrics:
 
     def render(self, stats: EngineStats) -> tuple[bytes, str]:
         """Returns all metrics in Prometheus' text format, and its content type."""
-        engine = EngineStatsExporter(self.model, stats)
-        return generate_latest(self.registry) + generate_latest(engine), CONTENT_TYPE_LATEST
-
-
-class BucketCounts(Collector):
-    """A histogram. prometheus_client's own takes a lock for every value, and a request has hundreds."""
-
-    def __init__(self, name: str, model: str) -> None:
-        self.name, self.model = name, model
-        self.text, self.bounds = HISTOGRAMS[name]
-        self.counts, self.sum = [0] * (len(self.bounds) + 1), 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+        self._stats = stats
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(f"vllm:{self.name}", self.text, labels=LABELS)
-        bounds = [floatToGoString(bound) for bound in (*self.bounds, math.inf)]
-        buckets = list(zip(bounds, accumulate(self.counts), strict=True))
-        family.add_metric([self.model, ENGINE], buckets, self.sum)
-        yield family
-
-
-@dataclass
-class EngineStatsExporter(Collector):
-    """The metrics of one `EngineStats` snapshot."""
-
-    model: str
-    stats: EngineStats
-
-    def collect(self) -> Iterable[Metric]:
+        for name, (text, bounds) in HISTOGRAMS.items():
+            histogram = self._histograms[name]
+            texts = [floatToGoString(bound) for bound in (*bounds, math.inf)]
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            buckets = list(zip(texts, accumulate(histogram.counts), strict=True))
+            family.add_metric([self.model, ENGINE], buckets, histogram.sum)
+            yield family
         gauge, counter = partial(self._build, GaugeMetricFamily), partial(self._build, CounterMetricFamily)
-        s, hits, queries = self.stats, self.stats.num_prefix_cache_hits, self.stats.num_prefix_cache_queries
+        s, hits, queries = self._stats, self._stats.num_prefix_cache_hits, self._stats.num_prefix_cache_queries
         waiting = {"capacity": s.num_requests_waiting, "deferred": 0}
         yield gauge("vllm:num_requests_running", "Running requests.", s.num_requests_running)
         yield gauge("vllm:num_requests_waiting", "Waiting requests.", s.num_requests_waiting)
@@ -177,16 +153,13 @@ class EngineStatsExporter(Collector):
         yield counter("peagle:num_decode_steps", "Decode steps, summed over requests.", s.num_decode_steps)
         yield counter("peagle:engine_restarts", "Engine restarts after a failure.", s.num_restarts)
         yield counter("peagle:late_compilations", "Kernels compiled while requests could run.", s.num_late_compilations)
-        if s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
-            yield counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", s.num_drafts)
+        if per_pos := s.num_accepted_tokens_per_pos:  # as in vLLM, absent without a drafter
+            num_drafts, by_position = sum(s.acceptance_histogram), {str(i): count for i, count in enumerate(per_pos)}
+            yield counter("vllm:spec_decode_num_drafts", "Decode steps with draft tokens.", num_drafts)
             yield counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.", s.num_draft_tokens)
-            yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", s.num_accepted_tokens)
-            yield counter(
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Accepted draft tokens by position in the draft, from 0.",
-                {str(position): count for position, count in enumerate(s.num_accepted_tokens_per_pos)},
-                "position",
-            )
+            yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", sum(per_pos))
+            text = "Accepted draft tokens by position in the draft, from 0."
+            yield counter("vllm:spec_decode_num_accepted_tokens_per_pos", text, by_position, "position")
 
     def _build(self, family: Any, name: str, text: str, value: Any, label: str | None = None) -> Metric:
         """Builds a metric with one value, or with one per value of an extra label."""

@@ -5,31 +5,19 @@ a field that would change the output. A field that is null counts as absent.
 """
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SkipValidation,
-    model_validator,
-)
+from pydantic import AfterValidator, AllowInfNan, BaseModel, ConfigDict, Field, SkipValidation, model_validator
 
 from peagle.config import SamplingParams, ServeSettings
 from peagle.server.errors import ApiError, invalid_value
 
 MIN_TEMPERATURE = 1e-5  # lower ones are greedy: dividing logits by them may overflow
 INT_LIMIT = 1 << 31
-# Fields of a request that `SamplingParams` has under the same name.
-SAMPLING_FIELDS = (
-    *("top_p", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens", "cache_salt"),
-    *("allowed_token_ids", "bad_words"),
-)
+PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
 
 FiniteFloat = Annotated[float, AllowInfNan(False)]
 BoundedInt = Annotated[int, Field(gt=-INT_LIMIT, lt=INT_LIMIT)]
@@ -139,18 +127,15 @@ class SamplingRequest(StrictModel):
     ) -> SamplingParams:
         """`options` replace fields of the request."""
         self._check_limits(settings, max_speculative_tokens)
-        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        values["top_k"] = 0 if self.top_k == -1 else self.top_k
-        values["logprobs"] = self.get_num_logprobs()
-        values["max_speculative_tokens"] = (
-            0 if self.options.speculation is False else self.options.num_speculative_tokens
-        )
         temperature = self.temperature if self.temperature is not None else settings.default_temperature
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0 if 0.0 <= temperature < MIN_TEMPERATURE else temperature,
-            **{name: value for name, value in (values | options).items() if value is not None},
-        )
+        values = {name: value for name, value in self if name in PARAM_NAMES} | {
+            "max_tokens": max_tokens,
+            "temperature": 0.0 if 0.0 <= temperature < MIN_TEMPERATURE else temperature,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "logprobs": self.get_num_logprobs(),
+            "max_speculative_tokens": 0 if self.options.speculation is False else self.options.num_speculative_tokens,
+        }
+        return SamplingParams(**{name: value for name, value in (values | options).items() if value is not None})
 
     def _check_limits(self, settings: ServeSettings, max_speculative_tokens: int) -> None:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -227,24 +212,13 @@ class MessageToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: MessageFunctionCall
 
-    def to_template_input(self) -> JSON:
-        """Parses the arguments: in messages they are a JSON string, in templates a value."""
-        arguments = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                pass  # stays text
-        call: JSON = {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
-        return call if self.id is None else {"id": self.id, **call}
-
 
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextContent], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
 
     # Client libraries add these when they send an assistant's message back.
     UNSUPPORTED = {"refusal": (), "audio": (), "annotations": ([],), "function_call": (), "reasoning_content": ()}
@@ -262,15 +236,15 @@ class ChatMessage(StrictModel):
         return data
 
     def to_template_input(self) -> JSON:
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message: JSON = {"role": self.role, "content": content if content is not None else ""}
-        for name in ("name", "tool_call_id"):
-            if getattr(self, name) is not None:
-                message[name] = getattr(self, name)
-        if self.tool_calls:
-            message["tool_calls"] = [call.to_template_input() for call in self.tool_calls]
+        message: JSON = {"role": self.role, "content": "", **self.model_dump(exclude_none=True)}
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        if not self.tool_calls:
+            message.pop("tool_calls", None)
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            with suppress(ValueError, TypeError, RecursionError):  # in messages a JSON string, in templates a value
+                function["arguments"] = json.loads(function["arguments"])
         return message
 
 

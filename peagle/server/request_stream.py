@@ -56,10 +56,7 @@ class Completion:
         self._ends_with_stop_token = False
 
     def add(self, delta: CompletionDelta, time: float) -> bool:
-        """Adds what the engine sent in the step of this time. Returns True if the completion has finished.
-
-        A stop string finishes it here: the engine knows no text.
-        """
+        """Adds what the engine sent in the step of this time. Returns True if the completion has finished."""
         flags = [False] if not self.token_ids else []  # the first token comes from the prefill
         for num_accepted in delta.num_accepted_per_step:
             flags += [True] * num_accepted + [False]
@@ -78,7 +75,7 @@ class Completion:
             self.last_token_s = elapsed
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self._ends_with_stop_token = delta.ends_with_stop_token
-        if self.params.stop:
+        if self.params.stop:  # a stop string finishes the completion here: the engine knows no text
             self._detokenize()
         return self.finish_reason is not None
 
@@ -121,50 +118,31 @@ class EngineRequest:
     """One prompt, with n completions."""
 
     def __init__(
-        self,
-        request_stream: RequestStream,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        completions: list[Completion],
-        stream: bool,
+        self, stream: RequestStream, prompt_token_ids: list[int], params: SamplingParams, completions: list[Completion]
     ) -> None:
-        self.request_stream, self.completions = request_stream, completions
+        self.id, self.num_prompt_tokens = next(_request_ids), len(prompt_token_ids)
+        self.request_stream, self.completions = stream, completions
         self.started = False  # the engine works on it
         self.num_unfinished = len(completions)
-        self.command = AddRequest(
-            next(_request_ids),
-            prompt_token_ids,
-            params.without_text(),
-            send_every_step=stream or bool(params.stop),
-        )
-
-    @property
-    def id(self) -> int:
-        return self.command.request_id
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.command.prompt_token_ids)
+        every_step = stream.streams or bool(params.stop)
+        self.command = AddRequest(self.id, prompt_token_ids, params.without_text(), every_step)
 
 
 class RequestStream:
     """Async iterator over the output of an HTTP request. `aclose` aborts the rest."""
 
-    def __init__(self, stream: bool, deadline: float, on_abort: Callable[[RequestStream], None]) -> None:
+    def __init__(
+        self, num_completions: int, stream: bool, deadline: float, on_abort: Callable[[RequestStream], None]
+    ) -> None:
         """`stream`: yields the output as it grows, instead of once per completion. `deadline`: in the loop's time."""
         self.requests: list[EngineRequest] = []
-        self.num_completions = self.num_unfinished = 0  # unfinished: the engine still works on them
-        self.num_unread = 0  # completions whose last delta was not read yet
+        self.num_completions = self.num_unfinished = num_completions  # unfinished: the engine still works on them
+        self.num_unread = num_completions  # whose last delta was not read yet
         self.client_watcher: asyncio.Task[None] | None = None  # fails the stream when its client disconnects
-        self._stream, self._on_abort = stream, on_abort
+        self.streams, self._on_abort = stream, on_abort
         self._updates: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         self.deadline = deadline
         self.timeout = asyncio.get_running_loop().call_at(deadline, self.fail, RequestTimeoutError())
-
-    def add_request(self, request: EngineRequest) -> None:
-        self.requests.append(request)
-        self.num_completions += len(request.completions)
-        self.num_unfinished = self.num_unread = self.num_completions
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -192,13 +170,9 @@ class RequestStream:
 
     def notify(self, completion: Completion) -> None:
         """A completion has new tokens or has finished."""
-        if not completion.queued and (self._stream or completion.finish_reason is not None):
+        if not completion.queued and (self.streams or completion.finish_reason is not None):
             completion.queued = True
             self._updates.put_nowait(completion)
 
     def fail(self, error: Exception) -> None:
         self._updates.put_nowait(error)
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [completion for request in self.requests for completion in request.completions]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -106,7 +107,11 @@ class OpenAIResponseWriter:
                 calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
                 message |= {"content": content or None, "tool_calls": calls}
             body = {"message": message}
-        logprobs = self._build_logprobs(delta)
+        logprobs = None
+        if delta.logprobs is not None:
+            rows = list(zip(delta.token_ids, delta.logprobs, strict=True))
+            is_chat = self.kind == "chat"
+            logprobs = self._build_chat_logprobs(rows) if is_chat else self._build_text_logprobs(delta.index, rows)
         choice: JSON = {"index": delta.index, **body, "logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
             self.finished[delta.index] = delta.completion
@@ -166,23 +171,8 @@ class OpenAIResponseWriter:
     def _build_tokens(self, delta: OutputDelta) -> JSON:
         if delta.index not in self._detokenizers:
             self._detokenizers[delta.index] = self.tokenizer.new_detokenizer(replace(self.params, stop=()))
-        detokenizer = self._detokenizers[delta.index]
-        texts = []
-        for token_id in delta.token_ids:
-            start = len(detokenizer.text)
-            detokenizer.add_token(token_id)
-            texts.append(detokenizer.text[start:])
-        if delta.finish_reason is not None and texts:
-            start = len(detokenizer.text)
-            detokenizer.finish()
-            texts[-1] += detokenizer.text[start:]
+        texts = self._detokenizers[delta.index].add_separately(delta.token_ids, delta.finish_reason is not None)
         return {"token_ids": delta.token_ids, "texts": texts, "is_draft_token": delta.is_draft_token}
-
-    def _build_logprobs(self, delta: OutputDelta) -> JSON | None:
-        if delta.logprobs is None:
-            return None
-        rows = list(zip(delta.token_ids, delta.logprobs, strict=True))
-        return self._build_chat_logprobs(rows) if self.kind == "chat" else self._build_text_logprobs(delta.index, rows)
 
     def _build_chat_logprobs(self, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
         def entry(token_id: int, row: TokenLogprobs) -> JSON:
@@ -196,15 +186,13 @@ class OpenAIResponseWriter:
         return {"content": content, "refusal": None}
 
     def _build_text_logprobs(self, index: int, rows: list[tuple[int, TokenLogprobs]]) -> JSON:
-        tokens, logprobs, top_logprobs, offsets = [], [], [], []
-        for token_id, row in rows:
-            text, logprob = self.tokenizer.token_text(token_id), max(row[token_id], MIN_LOGPROB)
+        tokens = [self.tokenizer.token_text(token_id) for token_id, _ in rows]
+        logprobs = [max(row[token_id], MIN_LOGPROB) for token_id, row in rows]
+        *offsets, self._text_offsets[index] = accumulate(map(len, tokens), initial=self._text_offsets[index])
+        top_logprobs = []
+        for token, logprob, (_, row) in zip(tokens, logprobs, rows, strict=True):
             top = {self.tokenizer.token_text(t): max(row[t], MIN_LOGPROB) for t in self._top_tokens(row)}
-            tokens.append(text)
-            logprobs.append(logprob)
-            top_logprobs.append({**top, text: logprob} if top else {})
-            offsets.append(self._text_offsets[index])
-            self._text_offsets[index] += len(text)
+            top_logprobs.append({**top, token: logprob})
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,

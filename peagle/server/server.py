@@ -52,15 +52,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()  # the next request on this connection begins
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_complete(data):
+            end = data.find(b"\r\n\r\n")  # of the header
+            num_free_bytes = MAX_HEADER_BYTES - (self._num_header_bytes - len(data))
+            if len(data) > num_free_bytes and not 0 <= end <= num_free_bytes:
                 self.send_400_response(f"the header has more than {MAX_HEADER_BYTES} bytes")
                 return
         super().data_received(data)
-
-    def _is_complete(self, data: bytes) -> bool:
-        """The header ends within this data, early enough."""
-        end = data.find(b"\r\n\r\n")
-        return 0 <= end <= MAX_HEADER_BYTES - (self._num_header_bytes - len(data))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -140,9 +137,9 @@ class Listener:
 class DrainingServer(uvicorn.Server):
     """Drains on the first signal and exits on the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineClient, shutdown_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient) -> None:
         super().__init__(config)
-        self.engine, self.shutdown_timeout_s = engine, shutdown_timeout_s
+        self.engine, self.shutdown_timeout_s = engine, engine.settings.shutdown_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -187,12 +184,11 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise UserError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def build_server(
-    engine: EngineClient, settings: ServeSettings, drafter: str | None, num_speculative_tokens: int | str | None
-) -> DrainingServer:
+def build_server(engine: EngineClient, drafter: str | None, num_speculative_tokens: int | str | None) -> DrainingServer:
+    settings = engine.settings
     protocol = type("Protocol", (LimitedProtocol,), {"header_timeout_s": settings.header_timeout_s})
     config = uvicorn.Config(
-        build_app(ServerContext(engine, settings, drafter, num_speculative_tokens)),
+        build_app(ServerContext(engine, drafter, num_speculative_tokens)),
         http=protocol,
         ws="none",
         lifespan="on",
@@ -204,7 +200,7 @@ def build_server(
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=1,  # after our own draining
     )
-    return DrainingServer(config, engine, settings.shutdown_timeout_s)
+    return DrainingServer(config, engine)
 
 
 def run_server(
@@ -222,7 +218,7 @@ def run_server(
 
     async def main() -> None:
         engine = build_engine()
-        server = build_server(engine, settings, drafter, num_speculative_tokens)
+        server = build_server(engine, drafter, num_speculative_tokens)
 
         async def report_start() -> None:
             started = time.monotonic()
@@ -235,7 +231,10 @@ def run_server(
             except Exception:
                 server.should_exit = True
                 raise
-            _limit_garbage_collection()
+            # Reference counts free almost everything. The collector would scan the imported libraries again and again.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(YOUNG_OBJECTS, 10, 10)
             info = engine.info
             assert info is not None
             drafter_and_k = f"{drafter} ({info.method}, K {num_speculative_tokens})" if drafter else "none"
@@ -253,13 +252,6 @@ def run_server(
 
     with asyncio.Runner(loop_factory=find_event_loop()) as runner:
         runner.run(main())
-
-
-def _limit_garbage_collection() -> None:
-    """Reference counts free almost everything. The collector would scan the imported libraries again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
 
 
 def find_event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

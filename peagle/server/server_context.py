@@ -3,8 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,26 +12,20 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from peagle.config import Grammar, SamplingParams, ServeSettings
+from peagle.config import Grammar
 from peagle.config.sampling import MAX_BAD_WORDS
 from peagle.engine.grammar import check_grammar, is_checked, json_schema_grammar
 from peagle.errors import UserError
 from peagle.server.engine_client import EngineClient
 from peagle.server.engine_messages import EngineInfo
-from peagle.server.errors import ApiError, EngineUnavailableError, QueueFullError, invalid_value
-from peagle.server.metrics import QUEUE_FULL, UNREADY, ServerMetrics
+from peagle.server.errors import QUEUE_FULL, ApiError, EngineUnavailableError, QueueFullError, invalid_value
+from peagle.server.metrics import ServerMetrics
 from peagle.server.protocol import ResponseFormat, ToolUsage
 from peagle.server.request_body import parse_json, read_body, run_while_connected
 from peagle.server.request_stream import RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter
 from peagle.server.tokenization import ServerTokenizer
-from peagle.server.tool_calls import (
-    ToolCallFormat,
-    ToolCallParser,
-    build_forced_schema,
-    get_forced_format,
-    get_format,
-)
+from peagle.server.tool_calls import ToolCallFormat, ToolCallParser, build_forced_schema, get_forced_format, get_format
 from peagle.server.work_pool import WorkPool
 
 # Work is measured in characters to tokenize; parsing JSON is about 16 times as fast.
@@ -45,17 +38,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class ServerContext:
-    def __init__(
-        self,
-        engine: EngineClient,
-        settings: ServeSettings,
-        drafter: str | None,
-        num_speculative_tokens: int | str | None,
-    ) -> None:
+    def __init__(self, engine: EngineClient, drafter: str | None, num_speculative_tokens: int | str | None) -> None:
         """`drafter` and `num_speculative_tokens` are the values of the command line, for /peagle/info."""
-        self.engine, self.settings = engine, settings
+        self.engine, self.settings = engine, engine.settings
         self.drafter, self.num_speculative_tokens = drafter, num_speculative_tokens
-        self.created, self.metrics = int(time.time()), ServerMetrics(settings.served_model_name)
+        self.created, self.metrics = int(time.time()), ServerMetrics(engine.settings.served_model_name)
+        engine.on_rejection = self.metrics.observe_rejection
         # Large requests have threads of their own, so that the others do not wait for them.
         self._pool, self._large_pool, self._grammar_pool = WorkPool(2), WorkPool(1), WorkPool(2)
 
@@ -78,8 +66,7 @@ class ServerContext:
     async def read_request(self, request: Request, model: type[Model]) -> Model:
         """Reads, parses and validates the body of a request."""
         data = await read_body(request, self.settings)
-        with self._count_rejections():
-            self.engine.check_state()
+        self.engine.check_state()
         request.state.work = len(data) // PARSING_SPEED
         body = await self.run(request, partial(self._parse, data, model))
         request.state.work = len(data)  # of tokenization
@@ -118,9 +105,9 @@ class ServerContext:
         return await self._run_in_pool(pool, request, function)
 
     async def _run_in_pool(self, pool: WorkPool, request: Request, function: Callable[[], T]) -> T:
-        with self._count_rejections():
-            if pool.num_waiting > self.engine.max_completions:
-                raise QueueFullError()
+        if pool.num_waiting > self.engine.max_completions:
+            self.metrics.observe_rejection(QUEUE_FULL)
+            raise QueueFullError()
         client = request.client.host if request.client is not None else ""
         return await run_while_connected(request.receive, pool.run(client, function))
 
@@ -146,13 +133,7 @@ class ServerContext:
         call_format = get_forced_format(self.tool_call_format) if tools.forced else self.tool_call_format
         if call_format is None or tools.definitions is None:
             return None
-        names = [tool["function"]["name"] for tool in tools.definitions]
-        return partial(ToolCallParser, call_format, names)
-
-    def start_tag_is_special_token(self, tools: ToolUsage) -> bool:
-        call_format = self.tool_call_format
-        special_tokens = self.tokenizer.special_tokens
-        return tools.definitions is not None and call_format is not None and call_format.start_tag in special_tokens
+        return partial(ToolCallParser, call_format, [tool["function"]["name"] for tool in tools.definitions])
 
     async def build_grammar(
         self, request: Request, response_format: ResponseFormat | None, tools: ToolUsage
@@ -160,7 +141,13 @@ class ServerContext:
         """Builds and checks the grammar of a request. The engine compiles it."""
         if response_format is None and not tools.forced:
             return None
-        build = partial(self._build_unchecked_grammar, response_format, tools)
+
+        def build() -> Grammar | None:
+            if tools.forced:
+                return json_schema_grammar(build_forced_schema(self.tool_call_format, tools.forced))
+            schema = response_format.get_schema() if response_format is not None else None
+            return None if schema is None else json_schema_grammar(schema)
+
         cancelled = threading.Event()
         try:
             grammar = await self.run(request, build)
@@ -175,31 +162,6 @@ class ServerContext:
         finally:
             cancelled.set()
 
-    def _build_unchecked_grammar(self, response_format: ResponseFormat | None, tools: ToolUsage) -> Grammar | None:
-        if tools.forced:
-            return json_schema_grammar(build_forced_schema(self.tool_call_format, tools.forced))
-        schema = response_format.get_schema() if response_format is not None else None
-        return None if schema is None else json_schema_grammar(schema)
-
-    def reserve(self, num_completions: int) -> AbstractContextManager[None]:
-        """Keeps places in the queue, before any work is put into the request. Raises if it is full."""
-        with self._count_rejections():
-            self.engine.check_capacity(num_completions)
-        return self.engine.reserve(num_completions)
-
-    def submit(self, prompts: list[list[int]], params: SamplingParams, stream: bool, deadline: float) -> RequestStream:
-        with self._count_rejections():
-            new_detokenizer = partial(self.tokenizer.new_detokenizer, params)
-            return self.engine.submit(prompts, params, new_detokenizer, stream, deadline)
-
-    @contextmanager
-    def _count_rejections(self) -> Iterator[None]:
-        try:
-            yield
-        except (QueueFullError, EngineUnavailableError) as error:
-            self.metrics.observe_rejection(QUEUE_FULL if isinstance(error, QueueFullError) else UNREADY)
-            raise
-
     def log_prompt(self, request: Request, prompt: Any) -> None:
         if self.settings.log_prompts:
             request.scope["log_fields"]["prompt"] = prompt
@@ -210,25 +172,16 @@ class ServerContext:
         """Updates the metrics and the log when a request has ended, finished or not."""
         now = time.perf_counter()
         finish_reasons = []
-        completions = request_stream.completions
-        for completion in completions:
-            elapsed_s = now - completion.arrival_time
-            finish_reason = completion.finish_reason if completion.index in writer.finished else None
+        completions = [(c, request) for request in request_stream.requests for c in request.completions]
+        for c, request in completions:
+            finish_reason = c.finish_reason if c.index in writer.finished else None
             finish_reasons.append(finish_reason or ("error" if failed else "abort"))
-            self.metrics.observe_request(
-                ttft_s=completion.first_token_s,
-                itl_s=completion.token_gaps_s,
-                e2e_s=elapsed_s,
-                queue_s=completion.queue_s if completion.queue_s is not None else elapsed_s,
-                num_prompt_tokens=request_stream.requests[completion.index // writer.params.n].num_prompt_tokens,
-                num_output_tokens=len(completion.token_ids),
-                finish_reason=finish_reasons[-1],
-                max_tokens=writer.params.max_tokens,
-            )
-        ttfts = [c.first_token_s for c in completions if c.first_token_s is not None]
+            elapsed_s, max_tokens = now - c.arrival_time, writer.params.max_tokens
+            self.metrics.observe_request(c, elapsed_s, request.num_prompt_tokens, finish_reasons[-1], max_tokens)
+        ttfts = [c.first_token_s for c, _ in completions if c.first_token_s is not None]
         scope["log_fields"] |= {
             "prompt_tokens": writer.num_prompt_tokens,
-            "completion_tokens": sum(len(completion.token_ids) for completion in completions),
+            "completion_tokens": sum(len(c.token_ids) for c, _ in completions),
             "ttft_ms": round(min(ttfts) * 1e3, 1) if ttfts else None,
             "finish_reason": ",".join(sorted(set(finish_reasons))),
         }

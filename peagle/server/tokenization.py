@@ -119,8 +119,7 @@ class ServerTokenizer:
         if model["type"] != "BPE" or drops_text:
             return None
         if "ByteLevel" in kinds:
-            byte_values = byte_level_characters()
-            tokens = {bytes(byte_values.get(c, 0) for c in token) for token in model["vocab"]}
+            tokens = {bytes(self._byte_values.get(c, 0) for c in token) for token in model["vocab"]}
             single = {token[0] for token in tokens if len(token) == 1}
         elif model["byte_fallback"] and all(f"<0x{b:02X}>" in model["vocab"] for b in range(256)):
             tokens, single = {token.replace(METASPACE, " ").encode() for token in model["vocab"]}, set(range(256))
@@ -130,6 +129,13 @@ class ServerTokenizer:
         for token in tokens | {token["content"].encode() for token in added_tokens}:
             longest |= {b: len(token) for b in token if len(token) > longest[b]}
         return np.array([1 / longest[b] if b in single else 0.0 for b in range(256)])
+
+    @cached_property
+    def _byte_values(self) -> dict[str, int]:
+        """The byte that each character stands for in a byte-level vocabulary."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {character: byte for byte, character in bytes_to_unicode().items()}
 
     @cached_property
     def _decode(self) -> Callable[..., str]:
@@ -154,18 +160,6 @@ class ServerTokenizer:
             if isinstance(name, str):
                 if name.startswith("<0x") and name.endswith(">") and len(name) == 6:
                     return [int(name[3:5], 16)]
-                byte_values = byte_level_characters()
-                if all(c in byte_values for c in name):
-                    return [byte_values[c] for c in name]
+                if all(c in self._byte_values for c in name):
+                    return [self._byte_values[c] for c in name]
         return list(text.encode())
-
-
-@lru_cache(1)
-def byte_level_characters() -> dict[str, int]:
-    """Returns the byte that each character stands for in a byte-level vocabulary.
-
-    Printable bytes stand for themselves, the others are numbered from U+0100.
-    """
-    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -88,10 +88,7 @@ def build_forced_schema(
         calls.append(
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    key: _move_references(schema, f"#/anyOf/{i}/properties/{key}"),
-                },
+                "properties": {"name": {"const": name}, key: _move_references(schema, f"#/anyOf/{i}/properties/{key}")},
                 "required": ["name", key],
                 "additionalProperties": False,
             }

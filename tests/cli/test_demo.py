@@ -23,7 +23,7 @@ from rich.console import Console
 from peagle import SamplingParams
 from peagle.checkpoints.target import Target, load_target
 from peagle.cli import demo, main
-from peagle.cli.demo_view import DemoEngine, DemoPane, DemoResult, render_panes, run_in_turns
+from peagle.cli.demo import DemoEngine, DemoPane, DemoResult, render_panes, run_in_turns
 from peagle.display import DRAFT_STYLE
 from peagle.engine.llm import LLM
 from peagle.hub import resolve as hub

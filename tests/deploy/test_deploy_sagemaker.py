@@ -23,7 +23,7 @@ from peagle.cli import main
 from peagle.config import SagemakerSettings
 from peagle.deploy import sagemaker_endpoint as endpoint
 from peagle.deploy.models import resolve_pair
-from peagle.deploy.sagemaker_plan import SagemakerPlan, build_plan
+from peagle.deploy.sagemaker_endpoint import SagemakerPlan, build_plan
 from peagle.errors import UserError
 
 REGION, BUCKET, NAME = "us-west-2", "my-bucket", "my-llm"

@@ -172,9 +172,9 @@ def test_timed_steps_have_the_context_in_separate_blocks() -> None:
         return original(slots_B, k)
 
     table = StepCostTable({(3, 7): 1.0})
-    batch_sizes: list[int] = []
     with mock.patch.object(runner, "decode_step", record):
-        time_decode_steps(runner, step_kinds, table, settings, on_batch_size=batch_sizes.append)
+        timed = time_decode_steps(runner, step_kinds, table, settings)
+        batch_sizes = [size for size, k in timed if (size, k) in table.seconds]
     expected = [(list(range(b)), k, [40] * b) for b in (1, 3) for _ in range(3) for k in CHOICES if (b, k) != (3, 7)]
     assert steps == expected and batch_sizes == [1, 3]
     assert table.seconds.keys() == set(step_kinds) and table.seconds[3, 7] == 1.0
@@ -194,7 +194,7 @@ def test_a_context_beyond_the_kv_cache_is_refused() -> None:
     )
     settings = TuneSettings(max_num_seqs=3, max_model_len=96, context_len=80)
     with pytest.raises(UserError, match=r"--context-len 80: .*too small for 3 .*at most \d+"):
-        time_decode_steps(llm.model_runner, [(3, 1)], StepCostTable(), settings)
+        list(time_decode_steps(llm.model_runner, [(3, 1)], StepCostTable(), settings))
 
 
 def eval_file(path: Path) -> Path:

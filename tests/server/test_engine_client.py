@@ -443,7 +443,7 @@ def test_an_engine_failure_fails_only_running_requests(expected: str) -> None:
         after = server.engine.stats
         assert after.num_output_tokens == before.num_output_tokens + 8  # counters outlive engines
         assert (
-            after.num_drafts > before.num_drafts > 0
+            after.num_draft_tokens > before.num_draft_tokens > 0
             and after.num_prefix_cache_queries > before.num_prefix_cache_queries
         )
         server.check_engine_idle()

@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import promql_parser
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from peagle.config import SamplingParams
+from peagle.engine.detokenizer import Detokenizer
 from peagle.server.engine_client import EngineStats
-from peagle.server.metrics import QUEUE_FULL, ServerMetrics
+from peagle.server.errors import QUEUE_FULL
+from peagle.server.metrics import ServerMetrics
+from peagle.server.request_stream import Completion
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "peagle.json"
@@ -58,10 +62,8 @@ STATS = EngineStats(
     num_prompt_tokens=100,
     num_output_tokens=60,
     num_decode_steps=25,
-    num_drafts=20,
     num_draft_tokens=60,
-    num_accepted_tokens=30,
-    num_accepted_tokens_per_pos=(16, 10, 4),
+    acceptance_histogram=[4, 6, 6, 4],
     num_preemptions=1,
     num_prefix_cache_hits=32,
     num_prefix_cache_queries=100,
@@ -122,24 +124,17 @@ def test_engine_counts_and_speculation_only_with_a_drafter() -> None:
         == 26
     )
     # vllm bench serve takes one of these series as a sign of speculation
-    plain = scrape(metrics, replace(STATS, num_accepted_tokens_per_pos=()))
+    plain = scrape(metrics, replace(STATS, acceptance_histogram=[]))
     assert not [name for name in plain.labels if "spec_decode" in name]
 
 
 def test_requests_fall_into_the_right_buckets() -> None:
     metrics = ServerMetrics("small")
-    metrics.observe_request(
-        ttft_s=0.3,
-        itl_s=[0.02, 0.2],
-        e2e_s=0.52,
-        queue_s=0.1,
-        num_prompt_tokens=7,
-        num_output_tokens=12,
-        finish_reason="stop",
-    )
-    metrics.observe_request(
-        ttft_s=None, itl_s=[], e2e_s=9.0, queue_s=9.0, num_prompt_tokens=40, num_output_tokens=0, finish_reason="abort"
-    )
+    detokenizer = Detokenizer(lambda ids: "", (), 0)
+    served, left = (Completion(i, SamplingParams(), detokenizer, arrival_time=0.0) for i in range(2))
+    served.first_token_s, served.token_gaps_s, served.queue_s, served.token_ids = 0.3, [0.02, 0.2], 0.1, [1] * 12
+    metrics.observe_request(served, 0.52, 7, "stop", 16)
+    metrics.observe_request(left, 9.0, 40, "abort", 16)
     metrics.observe_rejection(QUEUE_FULL)
     found = scrape(metrics)
 
@@ -155,7 +150,7 @@ def test_requests_fall_into_the_right_buckets() -> None:
     assert (within("request_prompt_tokens", 5), within("request_prompt_tokens", 10)) == (0, 1)
     assert (within("request_generation_tokens", 10), within("request_generation_tokens", 20)) == (1, 2)
     sums = {
-        "request_queue_time": 9.1,
+        "request_queue_time": 9.1,  # also of the one that never left the queue
         "request_prefill_time": 0.2,
         "request_decode_time": 0.22,
         "request_inference_time": 0.42,

@@ -21,7 +21,7 @@ from serving_support import MODEL, PROMPT, K, LocalServer
 from test_report_browser import READ_TEXTS
 
 from peagle.config import SamplingParams
-from peagle.display import TokenTextSplitter
+from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.llm import LLM
 from peagle.engine.request import CompletionOutput
 from scripts.browser import Tab, open_browser
@@ -85,8 +85,9 @@ class Talk:
         return self.llm.chat(list(messages), params)[0].outputs[0]
 
     def shades(self, out: CompletionOutput) -> list[tuple[str, bool]]:
-        parts = TokenTextSplitter(lambda ids: self.llm.tokenizer.decode(ids, skip_special_tokens=True))
-        return letters(parts.add_tokens(out.token_ids, out.is_draft_token, final=True))
+        detokenizer = Detokenizer(lambda ids: self.llm.tokenizer.decode(ids, skip_special_tokens=True))
+        texts = detokenizer.add_separately(out.token_ids, final=True)
+        return letters(list(zip(texts, out.is_draft_token, strict=True)))
 
 
 @pytest.fixture(scope="module")

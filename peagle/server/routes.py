@@ -1,18 +1,28 @@
-"""/v1/chat/completions and /v1/completions."""
+"""The routes: chat and text completions, models, tokenization, health, version, metrics, and the playground at /."""
 
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from importlib.resources import files
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from peagle import __version__
 from peagle.config import Grammar, SamplingParams, check_prompt
 from peagle.errors import UserError
-from peagle.server.errors import RequestTimeoutError, invalid_value, to_api_error
-from peagle.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, ToolUsage
+from peagle.server.errors import RETRY_AFTER_S, RequestTimeoutError, invalid_value, to_api_error
+from peagle.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingRequest,
+    TokenizeRequest,
+    ToolUsage,
+)
 from peagle.server.request_body import CLIENT_DISCONNECTED, ClientDisconnected, wait_for_disconnect
 from peagle.server.request_stream import OutputDelta, RequestStream
 from peagle.server.response_writer import OpenAIResponseWriter, encode_event
@@ -22,6 +32,8 @@ router = APIRouter()
 LAST_EVENTS_TIMEOUT_S = 5.0  # to send the error of a request that has reached its deadline
 DONE_EVENT = b"data: [DONE]\n\n"
 Kind = Literal["chat", "text"]
+Context = Annotated[ServerContext, Depends(get_context)]
+PAGE_POLICY = "frame-ancestors 'none'"  # the one part of the page's policy that its <meta> may not hold
 
 
 @router.post("/v1/chat/completions")
@@ -48,7 +60,7 @@ async def respond(
 ) -> Response:
     """Sends a request through the engine and returns the response, streamed or whole."""
     deadline = asyncio.get_running_loop().time() + context.settings.request_timeout_s
-    with context.reserve(num_completions):
+    with context.engine.reserve(num_completions):
         try:
             async with asyncio.timeout_at(deadline):
                 prompts, tools = await context.run(request, partial(tokenize_prompts, request, context, body))
@@ -71,7 +83,8 @@ async def respond(
             max_speculative_tokens=context.info.max_speculative_tokens,
             new_tool_parser=context.get_tool_parser_factory(tools),
         )
-        request_stream = context.submit(prompts, params, stream, deadline)
+        new_detokenizer = partial(context.tokenizer.new_detokenizer, params)
+        request_stream = context.engine.submit(prompts, params, new_detokenizer, stream, deadline)
     streaming = failed = False
     try:
         request_stream.client_watcher = asyncio.ensure_future(fail_on_disconnect(request.receive, request_stream))
@@ -133,7 +146,9 @@ def build_sampling_params(
         max_tokens = context.info.max_model_len - max(map(len, prompts))
         if isinstance(body, CompletionRequest):
             max_tokens = min(max_tokens, context.settings.default_completion_tokens)
-    skip_special_tokens = False if context.start_tag_is_special_token(tools) else body.skip_special_tokens
+    call_format = context.tool_call_format if tools.definitions is not None else None
+    has_special_tag = call_format is not None and call_format.start_tag in context.tokenizer.special_tokens
+    skip_special_tokens = False if has_special_tag else body.skip_special_tokens
     options = {"grammar": grammar, "skip_special_tokens": skip_special_tokens}
     params = body.to_sampling_params(context.settings, max_tokens, context.info.max_speculative_tokens, **options)
     if params.bad_words:
@@ -183,3 +198,118 @@ class EventStreamResponse(Response):
             self.failed = True
             events = encode_event(to_api_error(error).body)
         await send({"type": "http.response.body", "body": events + DONE_EVENT})
+
+
+@router.get("/v1/models")
+async def list_models(context: Context) -> JSONResponse:
+    return JSONResponse({"object": "list", "data": [_describe_model(context)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(context: Context, name: str) -> JSONResponse:
+    context.check_model(name)
+    return JSONResponse(_describe_model(context))
+
+
+def _describe_model(context: ServerContext) -> dict[str, Any]:
+    name, info = context.settings.served_model_name, context.engine.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "peagle",
+        "root": str(info.target_folder) if info is not None else name,  # `vllm bench serve` loads its tokenizer
+        "max_model_len": info.max_model_len if info is not None else None,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request, context: Context) -> Response:
+    body = await context.read_request(request, TokenizeRequest)
+    return Response(await context.run(request, partial(_tokenize, context, body)), media_type="application/json")
+
+
+def _tokenize(context: ServerContext, body: TokenizeRequest) -> bytes:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        token_ids = context.encode("prompt", body.prompt, body.add_special_tokens is not False)
+    else:
+        messages = [message.to_template_input() for message in body.messages or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+        add_generation_prompt = body.add_generation_prompt is not False
+        text = context.tokenizer.render_chat(messages, tools, add_generation_prompt, body.chat_template_kwargs)
+        token_ids = context.encode("messages", text, add_special_tokens=False)
+    response = {"count": len(token_ids), "max_model_len": context.info.max_model_len, "tokens": token_ids}
+    if body.return_token_strs:
+        response["token_strs"] = context.tokenizer.tokenizer.convert_ids_to_tokens(token_ids)
+    return msgspec.json.encode(response)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, context: Context) -> JSONResponse:
+    body = await context.read_request(request, DetokenizeRequest)
+    vocab_size = context.info.vocab_size
+    if max(body.tokens, default=0) >= vocab_size:
+        raise invalid_value("tokens", f"outside the vocabulary (0 to {vocab_size - 1})")
+    text = await context.run(request, partial(context.tokenizer.tokenizer.decode, body.tokens))
+    return JSONResponse({"prompt": text})
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def ready(context: Context) -> JSONResponse:
+    """Status 200 if the server takes requests."""
+    return _describe_health(context, ("ready",))
+
+
+@router.get("/health/live")
+async def live(context: Context) -> JSONResponse:
+    """Status 200 unless the engine has failed for good and the process must be replaced."""
+    return _describe_health(context, ("starting", "ready", "restarting", "draining"))
+
+
+def _describe_health(context: ServerContext, healthy_states: tuple[str, ...]) -> JSONResponse:
+    engine, stats = context.engine, context.engine.stats
+    body = {
+        "status": engine.state,
+        "restarts": stats.num_restarts,
+        "last_error": engine.last_error,
+        "running": stats.num_requests_running,
+        "waiting": stats.num_requests_waiting,
+    }
+    healthy = engine.state in healthy_states
+    headers = {} if healthy else {"retry-after": str(RETRY_AFTER_S)}
+    return JSONResponse(body, 200 if healthy else 503, headers)
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(context: Context) -> Response:
+    data, content_type = context.metrics.render(context.engine.stats)
+    return Response(data, headers={"content-type": content_type})
+
+
+@router.get("/peagle/info")
+async def info(context: Context) -> JSONResponse:
+    return JSONResponse(
+        {
+            "model": context.settings.served_model_name,
+            "drafter": context.drafter,
+            "method": context.info.method,
+            "num_speculative_tokens": context.num_speculative_tokens,
+            "max_speculative_tokens": context.info.max_speculative_tokens,
+            "max_model_len": context.info.max_model_len,
+            "version": __version__,
+        }
+    )
+
+
+@router.get("/", include_in_schema=False)
+async def playground() -> HTMLResponse:
+    text = files("peagle.server").joinpath("static/index.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"content-security-policy": PAGE_POLICY})
