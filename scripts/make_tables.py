@@ -78,7 +78,7 @@ class Comparison:
         rows = []
         for label in labels:
             pairs = [[self.rates[e].get(label, {}).get(load) for e in ("vllm", "peagle")] for load in self.loads]
-            cells = [" / ".join(f"{rate:,.0f}" if rate else "-" for rate in pair) for pair in pairs]
+            cells = ["/".join(f"{rate:,.0f}" if rate else "-" for rate in pair) for pair in pairs]
             rows.append([label, *cells])
         return [*rows, ["best peagle over best vLLM", *(f"**{self.ratio(load):.2f}x**" for load in self.loads)]]
 
@@ -88,25 +88,31 @@ def vllm_table(name: str) -> str:
     if results is None:
         return ""
     found = Comparison(results)
-    return markdown(["vLLM / peagle", *load_header(found.loads)], found.rows())
+    return markdown(["vLLM/peagle", *load_header(found.loads)], found.rows())
 
 
 def readme_table() -> str:
-    """The fastest configuration of each engine for a target of the size people serve."""
-    results = load_json("h200-llama-8b.json")
-    if results is None:
+    """Both servers with a target of the size people serve."""
+    found = read_http_rows("llama-8b")
+    loads = sorted({concurrency for concurrency, sampling, *_ in found if sampling == "greedy"})
+    if not loads:
         return ""
-    found = Comparison(results)
     rows = []
-    for engine, name in (("vllm", "vLLM 0.26"), ("peagle", "peagle")):
-        best = [found.best(engine, load) for load in found.loads]
-        rows.append([name, *(f"{rate:,.0f} ({label})" for label, rate in best)])
-    rows.append(["", *(f"**{found.ratio(load):.2f}x**" for load in found.loads)])
+    for label, which in (("", "steady"), ("first requests of a fresh server", "cold")):
+        rates = {
+            engine: [found[load, "greedy", which, engine]["output_tokens_per_second"] for load in loads]
+            for engine in ("vllm", "peagle")
+        }
+        if which == "steady":
+            rows += [["vLLM 0.26", *(f"{r:,.0f}" for r in rates["vllm"])]]
+            rows += [["peagle", *(f"{r:,.0f}" for r in rates["peagle"])]]
+        rows.append([label, *(f"**{p / v:.2f}x**" for v, p in zip(rates["vllm"], rates["peagle"], strict=True))])
     caption = (
-        "Llama-3.1-8B's shape on one H200, bf16, output tokens/s, each engine at its best method and K in one run\n"
-        "(random weights, synthetic acceptance length 3.40 at K=7):\n\n"
+        "Llama-3.1-8B's shape on one H200, bf16, output tokens/s through HTTP: `peagle serve` with P-EAGLE, K auto,\n"
+        "`vllm serve` in its best configuration for each column (random weights, synthetic acceptance length 3.40 at\n"
+        "K=7, 2.62 at K=3):\n\n"
     )
-    return caption + markdown(["", *load_header(found.loads)], rows)
+    return caption + markdown(["", *load_header(loads)], rows)
 
 
 def decode_step_table() -> str:
@@ -123,7 +129,7 @@ def decode_step_table() -> str:
 def cpu_table() -> str:
     """Every drafter at its best K."""
     rows = []
-    names = ("2 Xeon cores without AMX, fp32", "2 Neoverse N1 cores, fp32")
+    names = ("Xeon", "Neoverse N1")
     for machine, line in zip(names, (RESULTS / "cpu-generate.jsonl").read_text().splitlines(), strict=True):
         best: dict[str, tuple[str, Json]] = {}
         for configuration, found in json.loads(line)["results"].items():
@@ -137,8 +143,8 @@ def cpu_table() -> str:
     return markdown(["machine", "configuration", "speed", "acceptance length"], rows)
 
 
-def http_table(model: str) -> str:
-    """vLLM in its best configuration and peagle, by load and pass: output tokens/s and, when steady, latency."""
+def read_http_rows(model: str) -> dict[tuple[int, str, str, str], Json]:
+    """vLLM in its best configuration and peagle, by concurrency, sampling, pass and engine; loads that both ran."""
     results = load_json(f"h200-http-{model}.json")
     found: dict[tuple[int, str, str, str], Json] = {}
     for row in results["rows"] if results else []:
@@ -146,18 +152,24 @@ def http_table(model: str) -> str:
             key = row["concurrency"], row["sampling"], row["pass"], row["server"].partition("-")[0]
             if key not in found or row["output_tokens_per_second"] > found[key]["output_tokens_per_second"]:
                 found[key] = row
-    rows = []
+    complete = {key[:2] for key in found if (*key[:3], "vllm") in found and (*key[:3], "peagle") in found}
+    return {key: row for key, row in found.items() if key[:2] in complete}
+
+
+def http_table(model: str) -> str:
+    """By load and pass: output tokens/s and, when steady, latency."""
+    found, rows = read_http_rows(model), []
     for load in sorted({key[:2] for key in found}, key=lambda load: (load[1] != "greedy", load)):
         cells = [f"{load_header([load[0]])[0]}, {SAMPLING[load[1]]}"]
         for which in ("cold", "steady"):
             pair = [found.get((*load, which, engine)) for engine in ("vllm", "peagle")]
             rates = [row["output_tokens_per_second"] if row else 0.0 for row in pair]
-            cells.append(" / ".join(f"{rate:,.0f}" if rate else "-" for rate in rates))
-            cells.append(f"**{rates[1] / rates[0]:.2f}x**" if all(rates) else "-")
+            ratio = f" **{rates[1] / rates[0]:.2f}x**" if all(rates) else ""
+            cells.append("/".join(f"{rate:,.0f}" if rate else "-" for rate in rates) + ratio)
         for field, form in (("ttft_p99_ms", ",.0f"), ("itl_p99_ms", ",.0f"), ("tpot_p50_ms", ".2f")):
-            cells.append(" / ".join(f"{row[field]:{form}}" if row else "-" for row in pair))
+            cells.append("/".join(f"{row[field]:{form}}" if row else "-" for row in pair))
         rows.append(cells)
-    header = ["vLLM / peagle", "cold", "", "steady", "", "TTFT p99, ms", "ITL p99, ms", "TPOT p50, ms"]
+    header = ["vLLM/peagle", "cold", "steady", "TTFT p99", "ITL p99", "TPOT p50"]
     note = "\nWith a JSON schema, answers end by themselves and differ between the engines: compare rates and TPOT.\n"
     if all(sampling != "json_schema" for _, sampling, *_ in found):
         note = ""
@@ -194,13 +206,13 @@ def http_share_table() -> str:
             if "error" not in row and row["sampling"] == "greedy"
         }
         for (server, concurrency, which), rate in found.items():
-            if server == "in-process" and (served := found.get(("peagle", concurrency, which))):
-                cells = which, f"{rate:,.0f}", f"{served:,.0f}", f"**{served / rate:.0%}**"
+            if server == "in-process" and which == "steady" and (served := found.get(("peagle", concurrency, which))):
+                cells = f"{rate:,.0f}", f"{served:,.0f}", f"**{served / rate:.0%}**"
                 rows.append([label.partition(",")[0], *cells])
     caption = (
-        "The engine without a server, and what HTTP clients received of the same 64 requests, output tokens/s:\n\n"
+        "The engine without a server, and what clients of 64 requests received, steady, output tokens/s:\n\n"
     )
-    return caption + markdown(["", "pass", "in-process", "HTTP", "share"], rows) if rows else ""
+    return caption + markdown(["", "in-process", "HTTP", "share"], rows) if rows else ""
 
 
 def options_table() -> str:
@@ -210,9 +222,9 @@ def options_table() -> str:
         cells = [row["option"]]
         for load in ("8_of_8_ms", "1_of_64_ms"):
             none = results["rows"][0][load] if results else 0.0
-            cells += [f"{row[load]:.2f}", f"{row[load] / none:.2f}x"]
+            cells.append(f"{row[load]:.2f} **{row[load] / none:.2f}x**")
         rows.append(cells)
-    header = ["option", "8 of 8 requests, ms", "", "1 of 64 requests, ms", ""]
+    header = ["option", "8 of 8 requests, ms", "1 of 64 requests, ms"]
     return markdown(header, rows) if rows else ""
 
 
@@ -246,14 +258,12 @@ def acceptance_table() -> str:
             key = row["method"], row["temperature"], row["dataset"], row["num_speculative_tokens"]
             found[key] = row["acceptance_length"]
     ks = sorted({k for *_, k in found})
-    header = ["temperature", "data set", "drafter", *(f"K={k}" for k in ks)]
+    header = ["EAGLE-3/P-EAGLE", *(f"K={k}" for k in ks)]
     rows = []
     for temperature in sorted({temperature for _, temperature, _, _ in found}):
         for dataset, shown in DATASETS.items():
-            for method in ("eagle3", "p-eagle"):
-                lengths = [found.get((method, temperature, dataset, k)) for k in ks]
-                cells = ["-" if length is None else f"{length:.2f}" for length in lengths]
-                rows.append([f"{temperature:g}", shown, METHODS[method], *cells])
+            cells = ["/".join(f"{found[m, temperature, dataset, k]:.2f}" for m in ("eagle3", "p-eagle")) for k in ks]
+            rows.append([f"temperature {temperature:g}, {shown}", *cells])
     return markdown(header, rows)
 
 
