@@ -180,8 +180,8 @@ class PrefillPart:
         self.logit_rows: Tensor | None = p.last_rows_F
         self.block_tables_BM = state.slots.block_tables_SM[p.slots_B]
         self.attend = self._attention(state.kv_cache, i.query_lens_B, i.query_start_loc_B1, shape.max_query_len)
-        self.first_tokens_F = p.known_token_ids_F
-        self.logprobs_F2N = torch.empty(0, device=packed.device)
+        # The first token [F] of each prompt that ends, and their logprobs.
+        self.result: StepResult = p.known_token_ids_F, torch.empty(0, device=packed.device)
 
     def _attention(
         self, cache: KVCache, query_lens_B: Tensor, query_start_loc_B1: Tensor, max_query_len: int
@@ -197,17 +197,10 @@ class PrefillPart:
         return PagedAttention(cache, metadata, prefill_attention)
 
     def sample(self, logits_FV: Tensor) -> None:
-        """Samples the token after each prompt that ends."""
-        p = self.inputs
-        self.first_tokens_F, self.logprobs_F2N = self.state.sampler.sample_first_tokens(
-            logits_FV, p.end_slots_F, p.num_tokens_F
-        )
-
-    @property
-    def newest_tokens_F(self) -> Tensor:
-        """The token after each prompt that ends; a resumed request knows it."""
-        known_F = self.inputs.known_token_ids_F
-        return torch.where(known_F < 0, self.first_tokens_F, known_F).clamp(min=0)
+        """Samples the token after each prompt that ends; a resumed request knows it."""
+        p, sampler = self.inputs, self.state.sampler
+        self.result = sampler.sample_first_tokens(logits_FV, p.end_slots_F, p.num_tokens_F)
+        self.newest_tokens_F = torch.where(p.known_token_ids_F < 0, self.result[0], p.known_token_ids_F).clamp(min=0)
 
     def build_draft_batch(self, hidden_TD: Tensor) -> DraftBatch:
         """The same prompt rows, and mask rows after the prompts that end."""
@@ -248,11 +241,6 @@ class PrefillPart:
                 p.num_tokens_F,
                 self.state.sampler.processors,
             )
-
-    @property
-    def result(self) -> StepResult:
-        """The first token [F] of each prompt that ends, and their logprobs."""
-        return self.first_tokens_F, self.logprobs_F2N
 
 
 @dataclass
@@ -319,9 +307,7 @@ class Prefill:
         shape = shape.pad_ends()
         return self.forward(copy_to_device(torch.from_numpy(self.pack(chunks, shape)), self.device), shape)
 
-    def launch_mixed(
-        self, slots: list[int], k: int, chunks: Sequence[PrefillChunk]
-    ) -> tuple[StepResult, StepResult]:
+    def launch_mixed(self, slots: list[int], k: int, chunks: Sequence[PrefillChunk]) -> tuple[StepResult, StepResult]:
         """Launches one pass over decode requests and chunks. Returns the results of `DecodePart` and `launch`."""
         graph = self.find_mixed_graph(len(slots), k, chunks)
         if graph is not None:
