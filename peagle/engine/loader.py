@@ -148,10 +148,10 @@ def load_engine(
         max_num_seqs,
         choices[-1],
         adaptive_k.choose_k,
+        runner.choose_mixed_k,
         settings.prefill_chunk_tokens or chunk_tokens,
         max_prefill_tokens,
         choices if cuda_graphs else None,
-        runner.choose_mixed_k,
     )
     return loaded_target, runner, scheduler, adaptive_k
 
