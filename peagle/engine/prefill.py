@@ -319,9 +319,7 @@ class Prefill:
         shape = shape.pad_ends()
         return self.forward(copy_to_device(torch.from_numpy(self.pack(chunks, shape)), self.device), shape)
 
-    def launch_mixed(
-        self, slots: list[int], k: int, chunks: Sequence[PrefillChunk]
-    ) -> tuple[StepResult, StepResult]:
+    def launch_mixed(self, slots: list[int], k: int, chunks: Sequence[PrefillChunk]) -> tuple[StepResult, StepResult]:
         """Launches one pass over decode requests and chunks. Returns the results of `DecodePart` and `launch`."""
         graph = self.find_mixed_graph(len(slots), k, chunks)
         if graph is not None:
