@@ -4,8 +4,6 @@
 Shapes: R rows, H query heads, d head width.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,14 +72,10 @@ def _launch_merge(
     rows, heads, width = out_a.shape
     grad_strides = (0, 0, 0, 0) if dout is None or dlse is None else (*dout.stride()[:2], *dlse.stride())
     _merge_kernel[triton.cdiv(rows, _ROWS), heads](
-        *(*states, *grads, *results),
-        rows,
-        *(*out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(), *grad_strides),
-        BACKWARD=dout is not None,
-        D=width,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        ROWS=_ROWS,
-    )
+        *states, *grads, *results, rows,
+        *out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(), *grad_strides,
+        BACKWARD=dout is not None, D=width, WIDTH=max(16, triton.next_power_of_2(width)), ROWS=_ROWS,
+    )  # fmt: skip
 
 
 def merge_forward_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,11 @@ Shapes: B sequences, T query rows of all sequences, N rows and S keys of one seg
 d head width. A cache is [blocks, block size, G, d].
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -257,9 +255,7 @@ class SingleSequenceAttention:
         self.keys, self.values = (x.transpose(1, 2)[:, :, None].unbind(0) for x in visible)
 
     @classmethod
-    def try_create(
-        cls, keys: Tensor, values: Tensor, metadata: PagedAttentionMetadata
-    ) -> SingleSequenceAttention | None:
+    def try_create(cls, keys: Tensor, values: Tensor, metadata: PagedAttentionMetadata) -> Self | None:
         """Returns an instance if this step is one short query of a sequence with contiguous blocks on a CPU."""
         if not keys.is_cpu or keys.dtype == FP8_DTYPE:
             return None

@@ -16,8 +16,6 @@ offsets within a tile 32.
 Shapes: R rows, S keys, H query heads, G key/value heads, d head width; WIDTH is d padded to a power of two.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -290,16 +288,10 @@ def choose_ranged_launches(width: int, dtype: torch.dtype) -> list[AttentionLaun
 
 def _launch_options(q: Tensor, k: Tensor, launch: AttentionLaunch, tma: bool) -> dict[str, Any]:
     return {
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": q.shape[2],
-        "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
-        "ROWS": launch.rows,
-        "TILE": launch.tile,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "TMA": tma,
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-    }
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[2], "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
+        "ROWS": launch.rows, "TILE": launch.tile, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "TMA": tma, "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
@@ -348,13 +340,11 @@ def forward_triton(
     lse_HR = q.new_empty(heads, rows, dtype=torch.float32)
     tma = _supports_tma(q, k, v) if tma is None else tma
     _forward_kernel[triton.cdiv(rows, launch.rows), heads](
-        *(_row_tiles(q, launch.rows, tma), _row_tiles(k, launch.tile, tma), _row_tiles(v, launch.tile, tma)),
-        *(ranges.lo_R, ranges.hi_R, out_RHd, lse_HR),
-        rows,
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2]),
-        width**-0.5 * math.log2(math.e),
+        _row_tiles(q, launch.rows, tma), _row_tiles(k, launch.tile, tma), _row_tiles(v, launch.tile, tma),
+        ranges.lo_R, ranges.hi_R, out_RHd, lse_HR, rows,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2], width**-0.5 * math.log2(math.e),
         **_launch_options(q, k, launch, tma),
-    )
+    )  # fmt: skip
     return out_RHd, lse_HR.T
 
 
@@ -379,14 +369,10 @@ def backward_triton(
     row_stats = q.new_empty(2 * heads, pitch, dtype=torch.float32)
     dlse = lse_RH if dlse_RH is None else dlse_RH
     _row_stats_kernel[triton.cdiv(rows, 64), heads](
-        *(out_RHd, dout, lse_RH, dlse, row_stats),
-        *(rows, pitch),
-        *(*out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride()),
-        HAS_DLSE=dlse_RH is not None,
-        D=width,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        ROWS=64,
-    )
+        out_RHd, dout, lse_RH, dlse, row_stats, rows, pitch,
+        *out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride(),
+        HAS_DLSE=dlse_RH is not None, D=width, WIDTH=max(16, triton.next_power_of_2(width)), ROWS=64,
+    )  # fmt: skip
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
     scale2 = width**-0.5 * math.log2(math.e)
 
@@ -395,22 +381,13 @@ def backward_triton(
         return tuple(_row_tiles(x, size, use_tma) for x, size in zip((q, k, v, dout), sizes, strict=True))
 
     _dkv_kernel[triton.cdiv(keys, dkv_launch.tile), kv_heads](
-        *tiles(dkv_launch),
-        _row_values(ranges.bounds, rows, dkv_launch.rows, use_tma),
-        ranges.get_row_spans(keys, dkv_launch.tile),
-        _row_values(row_stats, rows, dkv_launch.rows, use_tma),
-        *(dk, dv),
-        *(keys, pitch),
-        *(*strides, *dk.stride()[:2]),
-        scale2,
+        *tiles(dkv_launch), _row_values(ranges.bounds, rows, dkv_launch.rows, use_tma),
+        ranges.get_row_spans(keys, dkv_launch.tile), _row_values(row_stats, rows, dkv_launch.rows, use_tma),
+        dk, dv, keys, pitch, *strides, *dk.stride()[:2], scale2,
         **_launch_options(q, k, dkv_launch, use_tma),
-    )
+    )  # fmt: skip
     _dq_kernel[triton.cdiv(rows, dq_launch.rows), heads](
-        *tiles(dq_launch),
-        *(ranges.lo_R, ranges.hi_R, row_stats, dq),
-        *(rows, pitch),
-        *(*strides, *dq.stride()[:2]),
-        scale2,
+        *tiles(dq_launch), ranges.lo_R, ranges.hi_R, row_stats, dq, rows, pitch, *strides, *dq.stride()[:2], scale2,
         **_launch_options(q, k, dq_launch, use_tma),
-    )
+    )  # fmt: skip
     return dq, dk, dv

@@ -4,8 +4,6 @@
 Shapes: T rows, H query heads, G key/value heads, d head width, X = (H + 2 G) d.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -89,15 +87,8 @@ def rotate_triton(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope, pdl: bool = Fa
     block = min(16, triton.next_power_of_2(heads + kv_heads))
     if rows:
         _rope_kernel[(rows, triton.cdiv(heads + kv_heads, block))](
-            *(q_THd, cos, rope.sin, rope.q_norm if rope.has_norm else q_THd, rope.k_norm if rope.has_norm else q_THd),
-            *(q_THd.stride(0), cos.stride(0), rope.eps),
-            H=heads,
-            G=kv_heads,
-            D=width,
-            HEADS=block,
-            QK_NORM=rope.has_norm,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4 if width >= 128 else 2,
-            enable_fp_fusion=False,
-        )
+            q_THd, cos, rope.sin, rope.q_norm if rope.has_norm else q_THd, rope.k_norm if rope.has_norm else q_THd,
+            q_THd.stride(0), cos.stride(0), rope.eps,
+            H=heads, G=kv_heads, D=width, HEADS=block, QK_NORM=rope.has_norm, PDL=pdl,
+            launch_pdl=pdl, num_warps=4 if width >= 128 else 2, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -4,10 +4,8 @@ Shapes: B sequences, T rows of all sequences, H query heads, G key/value heads, 
 block table; R rows and S keys of ranged attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ class QKNormRope:
     k_norm: Tensor | None = None
     eps: float = 0.0
 
-    def select_rows(self, rows: slice) -> QKNormRope:
+    def select_rows(self, rows: slice) -> Self:
         return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
     @property

@@ -194,19 +194,10 @@ def expert_mlp_triton(
                 block_n, block_k, warps, stages = FP32_TILE
         blocks = triton.cdiv(y.shape[1], block_n)
         _experts_kernel[(max_tiles, blocks) if packed else (blocks, max_tiles)](
-            *(x, w, exponents, bias, expert_TC, order_P, ends_E, weight_TC, y),
-            *(rows, count, columns, depth, x.stride(0), y.stride(0), 0 if exponents is None else exponents.shape[2]),
+            x, w, exponents, bias, expert_TC, order_P, ends_E, weight_TC, y,
+            rows, count, columns, depth, x.stride(0), y.stride(0), 0 if exponents is None else exponents.shape[2],
             *(experts.clamp or (None, None)),
-            CHOSEN=chosen,
-            EXPERTS=triton.next_power_of_2(count),
-            PAIRED=paired,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            EVEN_K=depth % block_k == 0,
-            ASM=HAVE_PTX,
-            num_warps=warps,
-            num_stages=stages,
-            **options,
-        )
+            CHOSEN=chosen, EXPERTS=triton.next_power_of_2(count), PAIRED=paired, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, EVEN_K=depth % block_k == 0, ASM=HAVE_PTX, num_warps=warps, num_stages=stages, **options,
+        )  # fmt: skip
     return sum_experts_triton(y_PD, chosen)

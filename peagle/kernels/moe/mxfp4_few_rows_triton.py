@@ -283,18 +283,9 @@ def launch_few_rows(
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
     blocks = x.shape[1] // BLOCK
     _few_rows_kernel[(columns // (tile * warps), len(words))](
-        *(x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y),
-        *(rows, x.stride(0) // 2),
+        x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y, rows, x.stride(0) // 2,
         *(experts.clamp or (None, None)),
-        N=columns,
-        G=blocks,
-        E_ROW=exponents.shape[2],
-        CHOSEN=chosen,
-        PAIRED=paired,
-        AHEAD=min(ahead, triton.cdiv(blocks, 4)),
-        WARPS=warps,
-        ASM=HAVE_PTX,
-        num_warps=warps,
-        num_stages=1,
-        **pdl_launch_options(x.device),
-    )
+        N=columns, G=blocks, E_ROW=exponents.shape[2], CHOSEN=chosen, PAIRED=paired,
+        AHEAD=min(ahead, triton.cdiv(blocks, 4)), WARPS=warps, ASM=HAVE_PTX,
+        num_warps=warps, num_stages=1, **pdl_launch_options(x.device),
+    )  # fmt: skip

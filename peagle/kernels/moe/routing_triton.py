@@ -142,13 +142,10 @@ def sort_pairs(
         permuted_TK = x_TD.new_empty(len(x_TD), triton.cdiv(width, COLUMN_STEP) * COLUMN_STEP)
         programs = max(count, min(len(x_TD), MAX_SORT_PROGRAMS))
     _sort_kernel[(programs,)](
-        *(expert_TC, order_P, ends_E, x_TD, permuted_TK),
-        *(expert_TC.numel(), count, len(expert_TC), width),
-        *(0 if x_TD is None else x_TD.stride(0), 0 if permuted_TK is None else permuted_TK.shape[1]),
-        SCAN=scan,
-        WIDTH=SCAN,
-        num_warps=warps,
-    )
+        expert_TC, order_P, ends_E, x_TD, permuted_TK, expert_TC.numel(), count, len(expert_TC), width,
+        0 if x_TD is None else x_TD.stride(0), 0 if permuted_TK is None else permuted_TK.shape[1],
+        SCAN=scan, WIDTH=SCAN, num_warps=warps,
+    )  # fmt: skip
     return order_P, ends_E, permuted_TK
 
 

@@ -243,14 +243,11 @@ class LogitsProcessors:
         if runs_triton(logits_RV):
             width = min(triton.next_power_of_2(vocab), 8192)
             _logprobs_kernel[(num_rows,)](
-                *(logits_RV, logits_RV.stride(0), vocab, slots_B.contiguous(), self.flags_S, len(self.flags_S)),
-                *(num_accepted_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), out),
-                ROWS=rows_per_request,
-                COUNT=count,
-                WIDTH=width,
-                num_warps=16 if width == 8192 else 4,
-                **pdl_launch_options(logits_RV.device),
-            )
+                logits_RV, logits_RV.stride(0), vocab, slots_B.contiguous(), self.flags_S, len(self.flags_S),
+                num_accepted_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), out,
+                ROWS=rows_per_request, COUNT=count, WIDTH=width,
+                num_warps=16 if width == 8192 else 4, **pdl_launch_options(logits_RV.device),
+            )  # fmt: skip
             return out
         num_logprobs_B = (self.flags_S[slots_B] >> LOGPROBS) - 1
         for b in (num_logprobs_B >= 0).nonzero()[:, 0].tolist():
