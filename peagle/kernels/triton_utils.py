@@ -17,7 +17,7 @@ try:
 
     @triton.jit
     def wait_for_previous(PDL: tl.constexpr) -> None:
-        """First statement of a kernel with PDL: lets the next kernel start, and waits for the previous one to end."""
+        """Lets the next kernel start and waits for the previous one to end; before that, only weights may be read."""
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()

@@ -30,6 +30,8 @@ if HAVE_TRITON:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton_utils import wait_for_previous
+
     @triton.jit
     def order_independent_sum(x):
         """Sums over the first axis in fp64, so that the order of additions does not show once rounded to fp32."""
@@ -50,9 +52,7 @@ if HAVE_TRITON:
         k = tl.arange(0, BLOCK_K)
         # No kernel writes weights, so they may be read before the wait.
         weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         dtype = x_ptr.dtype.element_ty
         x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
         if residual_ptr is not None:
@@ -68,9 +68,7 @@ if HAVE_TRITON:
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         y_ptr += row * len(parts) * K + tl.program_id(1) * K
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         for i in tl.static_range(len(parts)):
             if tl.program_id(1) == i:
                 weight = tl.load(weights[i] + k, mask=k < K, other=0.0)
@@ -81,9 +79,7 @@ if HAVE_TRITON:
     def _silu_mul_kernel(y_ptr, out_ptr, HALF, y_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         gate = tl.load(y_ptr + row * y_stride + i, mask=i < HALF, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + row * y_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
         dtype = y_ptr.dtype.element_ty
