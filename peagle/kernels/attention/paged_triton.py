@@ -146,12 +146,9 @@ def _prefetch(cache, at, needed, D: tl.constexpr):
     addresses = (cache + at).to(tl.int64)[:, None] + sectors[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // $0",
-        "=r,l,r",
-        [addresses, needed.to(tl.int32)[:, None] + sectors[None, :] * 0],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "=r,l,r", [addresses, needed.to(tl.int32)[:, None] + sectors[None, :] * 0],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

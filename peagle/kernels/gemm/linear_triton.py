@@ -55,12 +55,8 @@ if HAVE_TRITON:
             nbytes = tl.where(copy == 0, NBYTES, 0) + (rows * 0)[:, None]
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
-                "=r,l,r",
-                [addresses, nbytes],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+                "=r,l,r", [addresses, nbytes], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
     @triton.jit
     def _load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES: tl.constexpr):
