@@ -9,11 +9,10 @@ rows per request, T = B * Q rows; R drafter rows, D drafter width. Integers are 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -176,9 +175,7 @@ class SlotState:
         return self.block_tables_SM, self.float_params_3S, self.int_params_2S
 
     @classmethod
-    def allocate(
-        cls, num_slots: int, max_speculative_tokens: int, blocks_per_slot: int, device: torch.device
-    ) -> SlotState:
+    def allocate(cls, num_slots: int, max_speculative_tokens: int, blocks_per_slot: int, device: torch.device) -> Self:
         """Allocates `num_slots` request slots and the padding slot."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:

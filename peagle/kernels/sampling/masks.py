@@ -10,10 +10,9 @@ bad words of up to L tokens.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ class TokenMasks:
     announced_step: Tensor | None = None  # int64 [1], pinned: the last step whose masks are in `host_allowed_SNW`
 
     @classmethod
-    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> TokenMasks:
+    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> Self:
         shape = num_slots, max_speculative_tokens + 1, -(-vocab_size // 32)
         words = num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
         masks = cls(

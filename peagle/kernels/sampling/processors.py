@@ -9,10 +9,9 @@ Shapes: S slots, V vocabulary; B requests, Q rows per request, R = B * Q rows.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
@@ -133,9 +132,7 @@ class LogitsProcessors:
     _host_flags: dict[int, int] = field(default_factory=dict)  # `flags_S` of slots with any
 
     @classmethod
-    def allocate(
-        cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device
-    ) -> LogitsProcessors:
+    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> Self:
         """Allocates `num_slots` request slots and the padding slot."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
