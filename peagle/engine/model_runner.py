@@ -128,7 +128,8 @@ class ModelRunner:
             if decoding:
                 self._prepare_decode(step)
             if decoding and chunks and self._is_merged(scheduled):
-                decode_result, first_tokens = self._launch_mixed(step)
+                slots, k = [r.slot for r in decoding], scheduled.num_draft_tokens
+                decode_result, first_tokens = self.prefill.launch_mixed(slots, k, chunks)
                 self._copy_first_tokens(step, first_tokens, memory)
                 self._copy_decode_result(step, decode_result, memory)
             else:
@@ -156,10 +157,6 @@ class ModelRunner:
         k = scheduled.num_draft_tokens
         graph = self.prefill.find_mixed_graph(len(scheduled.decode_requests), k, scheduled.prefill_chunks)
         return graph is not None and graph.k == k
-
-    def _launch_mixed(self, step: PendingStep) -> tuple[StepResult, StepResult]:
-        requests, k = step.scheduled.decode_requests, step.scheduled.num_draft_tokens
-        return self.prefill.launch_mixed([r.slot for r in requests], k, step.scheduled.prefill_chunks)
 
     def _reserve_host_memory(self, step: PendingStep) -> dict[str, Tensor]:
         """Memory for the results of a step that waits for masks: after its launch, an allocation could wait for it."""

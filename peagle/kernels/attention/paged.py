@@ -31,8 +31,6 @@ _CUDNN_ROW_MULTIPLE = 1024
 # torch's varlen flash attention is faster than our kernel for heads at least this wide, up to this many rows.
 _VARLEN_MIN_WIDTH, _VARLEN_MAX_ROWS = 128, 256
 _LIBRARY_MAX_WIDTH = 256  # for wider heads torch's attention would materialise all scores
-
-
 # Up to this many rows of a sequence, the query heads that share a key/value head are folded into the row dimension.
 # Keys are then read once: up to 2.5x faster for one row on the CPU, and no faster from 32 rows on.
 _MAX_FOLDED_ROWS = 16
