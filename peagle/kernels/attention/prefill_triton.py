@@ -217,9 +217,9 @@ def write_kv_triton(inputs: PagedAttentionInputs) -> None:
     pdl = supports_pdl(k_TGd.device)
     batch = len(metadata.num_computed_tokens_B)
     _write_kernel[(_count_programs(len(k_TGd), metadata, _WRITE_ROWS), kv_heads)](
-        k_TGd, v_TGd, cache_k, cache_v, metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B,
-        metadata.query_start_loc_B1, batch, metadata.block_tables_BM.stride(0),
-        *k_TGd.stride()[:2], *v_TGd.stride()[:2], *get_cache_strides(inputs),
+        k_TGd, v_TGd, cache_k, cache_v,
+        metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B, metadata.query_start_loc_B1,
+        batch, metadata.block_tables_BM.stride(0), *k_TGd.stride()[:2], *v_TGd.stride()[:2], *get_cache_strides(inputs),
         D=width, BLOCK=block_size, ROWS=_WRITE_ROWS, SEQUENCES=_pad_batch(batch), PDL=pdl, launch_pdl=pdl, num_warps=4,
     )  # fmt: skip
 
