@@ -12,8 +12,6 @@ server does. Usually that starts with the ids of the first turn, and the spans s
 If the tokenizer encodes a response's text differently from the generated tokens, the earlier spans are located again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -25,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 from peagle import config
 from peagle.checkpoints.target import read_target_config, target_fingerprint
@@ -69,7 +68,7 @@ class PendingConversation(ResponseRow):
     is_varied: bool = False
 
     @classmethod
-    def start(cls, prompt: Prompt, sample: int) -> PendingConversation:
+    def start(cls, prompt: Prompt, sample: int) -> Self:
         messages = [{"role": "system", "content": prompt.system}] if prompt.system is not None else []
         messages.append({"role": "user", "content": prompt.turns[0]})
         return cls(prompt.id, prompt.source, sample, messages, prompt=prompt)

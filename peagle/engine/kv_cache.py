@@ -12,8 +12,6 @@ none.
 Block 0 is the padding block: rows that pad a batch write there.
 """
 
-from __future__ import annotations
-
 import heapq
 import os
 from array import array
@@ -23,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -140,7 +139,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls, layers: Sequence[LayerConfig], num_blocks: int, like: Tensor, dtype: torch.dtype | None = None
-    ) -> KVCache:
+    ) -> Self:
         """A zeroed cache on the device of `like`, by default of its dtype."""
         heads = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
         zeros = partial(torch.zeros, dtype=dtype or like.dtype, device=like.device)

@@ -21,14 +21,7 @@ from peagle.engine.detokenizer import Detokenizer
 from peagle.engine.grammar import GrammarCompiler, GrammarMatcher
 from peagle.engine.loader import load_engine, log_duration
 from peagle.engine.model_runner import PendingStep
-from peagle.engine.request import (
-    CompletionOutput,
-    Logprobs,
-    Request,
-    RequestGroup,
-    RequestOutput,
-    RequestState,
-)
+from peagle.engine.request import CompletionOutput, Logprobs, Request, RequestGroup, RequestOutput, RequestState
 from peagle.errors import UserError
 from peagle.models.drafter import Drafter
 

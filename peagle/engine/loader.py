@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from peagle import config
 from peagle.checkpoints.drafter import (
     check_drafter_fits,
     load_drafter,
@@ -21,19 +22,7 @@ from peagle.checkpoints.drafter import (
 )
 from peagle.checkpoints.files import parse_device, parse_dtype
 from peagle.checkpoints.target import Target, load_target, read_target_config
-from peagle.config import (
-    AUTO_DEEP_SPECULATIVE_TOKENS,
-    AUTO_SPECULATIVE_TOKENS,
-    CPU_MAX_NUM_SEQS,
-    CPU_MAX_PREFILL_TOKENS,
-    CPU_TIMED_BATCH_SIZES,
-    GPU_MAX_NUM_SEQS,
-    GPU_MAX_PREFILL_TOKENS,
-    DecoderConfig,
-    DrafterConfig,
-    EngineSettings,
-    default_num_speculative_tokens,
-)
+from peagle.config import DecoderConfig, DrafterConfig, EngineSettings
 from peagle.display import ProgressBar
 from peagle.engine.cuda_graphs import (
     DecodeGraphs,
@@ -90,8 +79,9 @@ def load_engine(
         problem = f"{len(rates)} rates for {choices[-1]} draft tokens; give one for each"
         raise UserError(f"--synthetic-acceptance-rates: {problem}")
     synthetic_rates = to_conditional_rates(rates) if rates is not None else None
-    max_num_seqs = settings.max_num_seqs or (GPU_MAX_NUM_SEQS if on_gpu else CPU_MAX_NUM_SEQS)
-    max_prefill_tokens = settings.max_prefill_tokens or (GPU_MAX_PREFILL_TOKENS if on_gpu else CPU_MAX_PREFILL_TOKENS)
+    max_num_seqs = settings.max_num_seqs or (config.GPU_MAX_NUM_SEQS if on_gpu else config.CPU_MAX_NUM_SEQS)
+    default_prefill_tokens = config.GPU_MAX_PREFILL_TOKENS if on_gpu else config.CPU_MAX_PREFILL_TOKENS
+    max_prefill_tokens = settings.max_prefill_tokens or default_prefill_tokens
     cuda_graphs = on_gpu and settings.cuda_graphs and not cfg.uses_transformers  # transformers models may sync
     if cuda_graphs:
         check_capturable(cfg, drafter_cfg)
@@ -137,7 +127,8 @@ def load_engine(
                     kinds = {(batch_size, k) for batch_size, k, _ in runner.decode_graphs.captured}
                     cost_table = measure_step_costs(runner, kinds, min(TYPICAL_CONTEXT, max_model_len // 2), math.inf)
                 else:
-                    kinds = {(size, k) for size in CPU_TIMED_BATCH_SIZES if size <= max_num_seqs for k in choices}
+                    sizes = [size for size in config.CPU_TIMED_BATCH_SIZES if size <= max_num_seqs]
+                    kinds = {(size, k) for size in sizes for k in choices}
                     cost_table = measure_step_costs(runner, kinds, 0, EAGER_TIMING_SECONDS)
     chunk_tokens = CPU_PREFILL_CHUNK_TOKENS
     if on_gpu:
@@ -148,10 +139,10 @@ def load_engine(
         max_num_seqs,
         choices[-1],
         adaptive_k.choose_k,
+        runner.choose_mixed_k,
         settings.prefill_chunk_tokens or chunk_tokens,
         max_prefill_tokens,
         choices if cuda_graphs else None,
-        runner.choose_mixed_k,
     )
     return loaded_target, runner, scheduler, adaptive_k
 
@@ -205,10 +196,10 @@ def resolve_choices(
         return [0]
     trained = trained_num_speculative_tokens(folder) if folder is not None else None
     if k == "auto":
-        candidates: tuple[int, ...] = AUTO_SPECULATIVE_TOKENS
+        candidates: tuple[int, ...] = config.AUTO_SPECULATIVE_TOKENS
         if cfg.parallel and on_gpu:
-            candidates = (*candidates, *AUTO_DEEP_SPECULATIVE_TOKENS)
-        largest = min(trained or default_num_speculative_tokens(cfg.parallel), candidates[-1])
+            candidates = (*candidates, *config.AUTO_DEEP_SPECULATIVE_TOKENS)
+        largest = min(trained or config.default_num_speculative_tokens(cfg.parallel), candidates[-1])
         if rates is not None:
             largest = min(largest, len(rates))
         choices = [candidate for candidate in candidates if candidate <= largest]

@@ -128,8 +128,8 @@ class ModelRunner:
             if decoding:
                 self._prepare_decode(step)
             if decoding and chunks and self._is_merged(scheduled):
-                slots = [r.slot for r in decoding]
-                decode_result, first_tokens = self.prefill.launch_mixed(slots, scheduled.num_draft_tokens, chunks)
+                slots, k = [r.slot for r in decoding], scheduled.num_draft_tokens
+                decode_result, first_tokens = self.prefill.launch_mixed(slots, k, chunks)
                 self._copy_first_tokens(step, first_tokens, memory)
                 self._copy_decode_result(step, decode_result, memory)
             else:

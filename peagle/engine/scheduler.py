@@ -16,11 +16,6 @@ from itertools import islice
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import PrefillChunk, Request, RequestState, SchedulerOutput
 
-# A prefill waits up to this many steps for others to share its pass, while many requests decode and few slots are free.
-MAX_PREFILL_DELAY = 8
-MANY_DECODE_REQUESTS = 16
-MAX_SEQS_PER_FREE_SLOT = 16  # fewer free slots per max_num_seqs are few
-
 EXTRA_BLOCKS = 3  # allocated with each needed block while half of all blocks are free, to update the device less often
 
 
@@ -31,23 +26,23 @@ class Scheduler:
         max_num_seqs: int,
         max_speculative_tokens: int,
         choose_k: Callable[[int], int],
+        choose_mixed_k: Callable[[int, int, Sequence[PrefillChunk]], int],
         prefill_chunk_tokens: int,
         max_prefill_tokens: int,
         captured_choices: Sequence[int] | None = None,
-        choose_mixed_k: Callable[[int, int, Sequence[PrefillChunk]], int] | None = None,
     ) -> None:
         """
         Args:
             choose_k: Number of draft tokens of a step, given the number of decode requests.
+            choose_mixed_k: That of a step with prefill chunks, given the number of decode requests, the result of
+                `choose_k` and the chunks; never more.
             prefill_chunk_tokens: Prefill tokens of a step while requests decode.
             max_prefill_tokens: Prefill tokens of a step while no request decodes.
             captured_choices: Numbers of draft tokens with CUDA graphs. None: any number is as good.
-            choose_mixed_k: Number of draft tokens of a step with prefill chunks, given the number of decode requests,
-                that of `choose_k` and the chunks; never more. None: prefill has passes of its own.
         """
         self.pool, self.max_num_seqs = pool, max_num_seqs
-        self.max_speculative_tokens, self.choose_k = max_speculative_tokens, choose_k
-        self.choose_mixed_k = choose_mixed_k
+        self.max_speculative_tokens = max_speculative_tokens
+        self.choose_k, self.choose_mixed_k = choose_k, choose_mixed_k
         self.captured_choices = range(max_speculative_tokens + 1) if captured_choices is None else captured_choices
         self.prefill_chunk_tokens, self.max_prefill_tokens = prefill_chunk_tokens, max_prefill_tokens
         self.waiting: deque[Request] = deque()
@@ -55,7 +50,6 @@ class Scheduler:
         self.changed_requests: list[Request] = []  # got a slot or blocks since the last launch, which clears the list
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs))  # a heap
-        self._steps_since_prefill = MAX_PREFILL_DELAY
         self._num_prefilling = 0  # running requests in state PREFILL
         self._num_limited = 0  # unfinished requests with max_speculative_tokens set
         self._num_shared_slots = 0  # slots of requests whose group has an earlier one
@@ -113,7 +107,7 @@ class Scheduler:
         chunks = self._schedule_prefill(len(decoding))
         if not decoding and not chunks:
             return None
-        if decoding and chunks and self.choose_mixed_k is not None:
+        if decoding and chunks:
             k = self.choose_mixed_k(len(decoding), k, chunks)
         limited = [r for r in decoding if r.params.max_speculative_tokens is not None] if self._num_limited else []
         return SchedulerOutput(decoding, k, chunks, limited)
@@ -172,9 +166,8 @@ class Scheduler:
             self.waiting.rotate(-1)  # it was the first
 
     def _schedule_prefill(self, num_decoding: int) -> list[PrefillChunk]:
-        self._steps_since_prefill += 1
         prefilling = [r for r in self.running if r.state is RequestState.PREFILL] if self._num_prefilling else []
-        if not prefilling and (not self.waiting or not self._is_worth_admitting(num_decoding)):
+        if not prefilling and not self.waiting:
             return []
         budget = self.prefill_chunk_tokens if num_decoding else self.max_prefill_tokens
         num_tokens: dict[Request, int] = {}
@@ -185,8 +178,6 @@ class Scheduler:
             if num_new == 0:
                 break
             budget, prefilling = budget - num_new, []
-        if num_tokens:
-            self._steps_since_prefill = 0
         return [PrefillChunk(r, r.num_computed_tokens, r.num_computed_tokens + n) for r, n in num_tokens.items()]
 
     def _divide_budget(self, budget: int, prefilling: list[Request], num_tokens: dict[Request, int]) -> None:
@@ -213,14 +204,6 @@ class Scheduler:
                 budget -= num_new
             if budget == 0:
                 break
-
-    def _is_worth_admitting(self, num_decoding: int) -> bool:
-        """Delays a prefill briefly so that several prompts share one pass, unless it shares that of decode requests."""
-        if self.choose_mixed_k is not None or num_decoding < MANY_DECODE_REQUESTS:
-            return True
-        if self._steps_since_prefill >= MAX_PREFILL_DELAY:
-            return True
-        return len(self._free_slots) * MAX_SEQS_PER_FREE_SLOT >= self.max_num_seqs
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and blocks for its whole prefill, leaving one free block per running request.

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from peagle import http_client
 from peagle.checkpoints.target import eos_ids
 from peagle.checkpoints.validate import build_speculative_config
 from peagle.config import EvalServerSettings, SamplingParams
@@ -28,16 +29,6 @@ from peagle.data.prompts import Prompt
 from peagle.errors import UserError
 from peagle.eval.conversations import ConversationRunner, EvalDrafter, EvalJob, EvalRequest, EvalResponse, Evaluator
 from peagle.eval.samples import AcceptanceSample
-from peagle.http_client import (
-    STATUS_HELP,
-    HttpClient,
-    HttpTimeouts,
-    RequestFailed,
-    error_message,
-    find_model,
-    parse_metrics,
-    parse_server_url,
-)
 
 UNEXPLAINED = "the counters include tokens of other requests"
 SpecDecodeCounters: TypeAlias = NDArray[np.int64]  # drafts, generated tokens, then accepted tokens at each position
@@ -189,10 +180,11 @@ class ServerEvaluator(CounterEvaluator):
     def __init__(self, server: EvalServerSettings, runner: ConversationRunner, eos_ids: Sequence[int]) -> None:
         super().__init__(runner)
         self.server, timeout = server, server.timeout_s
-        base_url = parse_server_url(server.url, "--engine")
-        self._http = HttpClient(base_url, HttpTimeouts(timeout, timeout, timeout), keep_alive=False)
+        base_url = http_client.parse_server_url(server.url, "--engine")
+        timeouts = http_client.HttpTimeouts(timeout, timeout, timeout)
+        self._http = http_client.HttpClient(base_url, timeouts, keep_alive=False)
         self._optional_fields: dict[str, Any] = {"return_token_ids": True, "stop_token_ids": sorted(eos_ids)}
-        self.model = server.model or find_model(self._http, f"--engine {server.url}")
+        self.model = server.model or http_client.find_model(self._http, f"--engine {server.url}")
         try:
             self.num_speculative_tokens = len(self.read_counters()) - 2
         except GroupInvalid as error:
@@ -222,7 +214,7 @@ class ServerEvaluator(CounterEvaluator):
 
     def _parse_counters(self) -> SpecDecodeCounters:
         totals, per_pos = Counter[str](), Counter[int]()
-        for name, labels, value in parse_metrics(self._request("GET", "/metrics")):
+        for name, labels, value in http_client.parse_metrics(self._request("GET", "/metrics")):
             if labels.get("model_name", self.model) != self.model:
                 continue
             if name == "vllm:spec_decode_num_accepted_tokens_per_pos":
@@ -278,13 +270,13 @@ class ServerEvaluator(CounterEvaluator):
         url, optional = self.server.url, dict(self._optional_fields) if body is not None else {}
         try:
             reply = self._http.request(method, path, {**body, **optional} if body is not None else None)
-        except RequestFailed as error:
+        except http_client.RequestFailed as error:
             raise GroupInvalid(error.name) from None
         if reply.status_code == 200:
             return reply.content
-        message = error_message(reply.content, 300)
-        if reply.status_code in FATAL_STATUSES:
-            raise UserError(f"--engine {url}{path}: {reply.status_code}, {STATUS_HELP[reply.status_code]} ({message})")
+        message = http_client.error_message(reply.content, 300)
+        if (status := reply.status_code) in FATAL_STATUSES:
+            raise UserError(f"--engine {url}{path}: {status}, {http_client.STATUS_HELP[status]} ({message})")
         if reply.status_code not in REJECTED_STATUSES:
             raise GroupInvalid(f"status {reply.status_code}")
         rejected = [name for name in optional if name in message]

@@ -2,8 +2,6 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -51,12 +49,9 @@ def quantize_rows_triton(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     y, scale_T = torch.empty(T, K, dtype=FP8_DTYPE, device=device), torch.empty(T, dtype=torch.float32, device=device)
     block = triton.next_power_of_2(K)
     _quantize_rows_kernel[T,](
-        *(x_TK, y, scale_T, K, x_TK.stride(0)),
-        FP8_MAX=FP8_MAX,
-        MIN_AMAX=_MIN_AMAX,
-        BLOCK_K=block,
-        num_warps=8 if block >= 4096 else 4,
-    )
+        x_TK, y, scale_T, K, x_TK.stride(0),
+        FP8_MAX=FP8_MAX, MIN_AMAX=_MIN_AMAX, BLOCK_K=block, num_warps=8 if block >= 4096 else 4,
+    )  # fmt: skip
     return y, scale_T
 
 

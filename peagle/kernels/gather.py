@@ -7,8 +7,6 @@ Shapes: V rows of the table, T indices, D elements per row.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -41,15 +39,10 @@ def gather_rows_triton(table: Tensor, ids_T: Tensor, overlap: bool = True) -> Te
     assert flat_VD.stride(1) == 1 and ids_T.is_contiguous()
     block = min(triton.next_power_of_2(width), MAX_BLOCK_WIDTH)
     _gather_rows_kernel[(len(ids_T), triton.cdiv(width, block))](
-        flat_VD,
-        flat_VD.stride(0),
-        ids_T,
-        out,
-        width,
+        flat_VD, flat_VD.stride(0), ids_T, out, width,
         WIDTH=block,
-        num_warps=max(1, min(4, block // 256)),
-        **(pdl_launch_options(table.device) if overlap else {"PDL": False}),
-    )
+        num_warps=max(1, min(4, block // 256)), **(pdl_launch_options(table.device) if overlap else {"PDL": False}),
+    )  # fmt: skip
     return out
 
 

@@ -5,8 +5,6 @@ A copy from pageable memory blocks until everything queued before it is done; a 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -9,11 +9,10 @@ rows per request, T = B * Q rows; R drafter rows, D drafter width. Integers are 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -176,9 +175,7 @@ class SlotState:
         return self.block_tables_SM, self.float_params_3S, self.int_params_2S
 
     @classmethod
-    def allocate(
-        cls, num_slots: int, max_speculative_tokens: int, blocks_per_slot: int, device: torch.device
-    ) -> SlotState:
+    def allocate(cls, num_slots: int, max_speculative_tokens: int, blocks_per_slot: int, device: torch.device) -> Self:
         """Allocates `num_slots` request slots and the padding slot."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -264,16 +261,12 @@ def build_verify_inputs(state: SlotState, slots_B: Tensor, k: int, max_model_len
     )
     chunk = 256
     _verify_inputs_kernel[(batch, triton.cdiv(blocks, chunk))](
-        *(slots_B, state.token_ids_SN, state.token_ids_SN.stride(0)),
-        *(state.num_computed_tokens_S, state.num_draft_tokens_S, *state.host_arrays),
+        slots_B, state.token_ids_SN, state.token_ids_SN.stride(0),
+        state.num_computed_tokens_S, state.num_draft_tokens_S, *state.host_arrays,
         *vars(inputs).values(),  # in the order of the fields
-        *(len(state.num_computed_tokens_S), max_model_len, blocks),
-        ROWS=rows,
-        WIDTH=triton.next_power_of_2(rows),
-        CHUNK=chunk,
-        num_warps=1,
-        **pdl_launch_options(device),
-    )
+        len(state.num_computed_tokens_S), max_model_len, blocks,
+        ROWS=rows, WIDTH=triton.next_power_of_2(rows), CHUNK=chunk, num_warps=1, **pdl_launch_options(device),
+    )  # fmt: skip
     return inputs
 
 
@@ -340,21 +333,15 @@ def build_draft_inputs(
     )
     block = min(triton.next_power_of_2(width), 2048)
     _draft_inputs_kernel[(requests * rows, -(-width // block))](
-        *(output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous()),
-        *(num_computed_tokens_B.contiguous(), hidden_states_TD, hidden_states_TD.stride(0)),
+        output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous(),
+        num_computed_tokens_B.contiguous(), hidden_states_TD, hidden_states_TD.stride(0),
         hidden_states_TD if mask_hidden_D is None else mask_hidden_D.contiguous(),  # not read without mask rows
-        *(mask_token_id or 0, max_model_len),
-        *(inputs.token_ids_R, inputs.hidden_states_RD, inputs.positions_R, inputs.query_lens_B),
+        mask_token_id or 0, max_model_len,
+        inputs.token_ids_R, inputs.hidden_states_RD, inputs.positions_R, inputs.query_lens_B,
         inputs.sample_rows_BK if samples else inputs.positions_R,  # an empty tensor has no address; not written
-        Q=verified,
-        ROWS=rows,
-        SAMPLES=samples,
-        MASKED=masked,
-        D=width,
-        WIDTH=block,
-        num_warps=4,
-        **pdl_launch_options(device),
-    )
+        Q=verified, ROWS=rows, SAMPLES=samples, MASKED=masked, D=width, WIDTH=block,
+        num_warps=4, **pdl_launch_options(device),
+    )  # fmt: skip
     return inputs
 
 
@@ -399,22 +386,16 @@ def commit_state(
     assert state.token_ids_SN.stride(1) == 1 and output_token_ids_BQ.stride(1) == 1
     assert k < 2 or draft_token_ids_BK.stride(1) == 1
     _commit_kernel[(len(slots_B),)](
-        *(state.token_ids_SN, state.token_ids_SN.stride(0), state.num_computed_tokens_S, state.num_draft_tokens_S),
-        *(slots_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous()),
+        state.token_ids_SN, state.token_ids_SN.stride(0), state.num_computed_tokens_S, state.num_draft_tokens_S,
+        slots_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), num_accepted_B.contiguous(),
         draft_token_ids_BK if k else output_token_ids_BQ,  # an empty tensor has no address; not read
-        *(draft_token_ids_BK.stride(0), max_model_len),
-        slots_B if positions_B is None else positions_B.contiguous(),
+        draft_token_ids_BK.stride(0), max_model_len, slots_B if positions_B is None else positions_B.contiguous(),
         *((processors.flags_S, processors.entries_SV) if processors is not None else (slots_B, slots_B)),
         processors.vocab_size if processors is not None else 0,
         processors.masks.tail_SL if processors is not None else slots_B,
-        K=k,
-        HAS_POSITIONS=positions_B is not None,
-        COUNTS=processors is not None,
-        L=MAX_BAD_WORD_TOKENS,
-        WIDTH=triton.next_power_of_2(k + 1),
-        num_warps=1,
-        **pdl_launch_options(state.token_ids_SN.device),
-    )
+        K=k, HAS_POSITIONS=positions_B is not None, COUNTS=processors is not None, L=MAX_BAD_WORD_TOKENS,
+        WIDTH=triton.next_power_of_2(k + 1), num_warps=1, **pdl_launch_options(state.token_ids_SN.device),
+    )  # fmt: skip
 
 
 class SlotUpdates:

@@ -1,7 +1,5 @@
 """Whether Triton kernels can run here, for which tensors, and with which launch options."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -19,14 +17,13 @@ try:
 
     @triton.jit
     def wait_for_previous(PDL: tl.constexpr) -> None:
-        """First statement of a kernel with PDL: lets the next kernel start, and waits for the previous one to end."""
+        """Lets the next kernel start and waits for the previous one to end; before that, only weights may be read."""
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
 
-except (
-    ImportError
-):  # no wheel for this platform, or a release without descriptors: the torch versions and cuBLAS do everything
+except ImportError:
+    # No wheel for this platform, or a release without descriptors: the torch versions and cuBLAS do everything.
     HAVE_TRITON = False
 
 # Triton reads the variable when a kernel is declared, so changing it after the import has no effect.
@@ -72,7 +69,7 @@ def supports_triton(*tensors: Tensor | None) -> bool:
 
 
 def supports_triton_autograd(*tensors: Tensor | None) -> bool:
-    """Whether the training kernels (autograd.py) take these tensors: as above, but a gradient is needed."""
+    """Whether the training kernels take these tensors: as above, but a gradient is needed."""
     given = [t for t in tensors if t is not None]
     return _are_half_on_gpu(given) and _need_gradients(given)
 

@@ -97,7 +97,7 @@ class AsOnTheGpu:
     """The code that trains on a GPU, run on the CPU: its three launches are put in place by their plain twins."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        trained = pytest.importorskip("peagle.kernels.autograd", reason="Triton is made for Linux only")
+        trained = pytest.importorskip("peagle.kernels.attention.rotary_triton", reason="Triton is made for Linux only")
 
         def needs_gradients(*tensors: Tensor | None) -> bool:
             return torch.is_grad_enabled() and any(t.requires_grad for t in tensors if t is not None)

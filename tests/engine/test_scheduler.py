@@ -15,7 +15,7 @@ from support import many
 from peagle.config import SamplingParams
 from peagle.engine.kv_cache import BlockPool
 from peagle.engine.request import Request, RequestGroup, RequestState, SchedulerOutput
-from peagle.engine.scheduler import EXTRA_BLOCKS, MANY_DECODE_REQUESTS, MAX_PREFILL_DELAY, Scheduler
+from peagle.engine.scheduler import EXTRA_BLOCKS, Scheduler
 
 SIZE, MAX_MODEL_LEN = 4, 40
 
@@ -36,7 +36,7 @@ def make_scheduler(
     num_blocks: int = 200, max_num_seqs: int = 8, k: int = 3, chunk: int = 8, idle_chunk: int = 16, drafter: bool = True
 ) -> Scheduler:
     pool = BlockPool(num_blocks + 1, SIZE, lookahead=int(drafter))
-    return Scheduler(pool, max_num_seqs, k, lambda batch_size: k, chunk, idle_chunk)
+    return Scheduler(pool, max_num_seqs, k, lambda batch_size: k, lambda batch_size, k, chunks: k, chunk, idle_chunk)
 
 
 class SimulatedDevice:
@@ -236,22 +236,6 @@ def test_requests_of_a_prompt_leave_slots_to_others(max_in_flight: int) -> None:
     while not scheduler.is_idle:
         device.step()
     assert all(len(request.output_token_ids) == request.params.max_tokens for request in (*many, *others))
-
-
-def test_prefill_is_delayed_while_many_requests_decode() -> None:
-    """With few free slots a prompt waits for others, at most MAX_PREFILL_DELAY steps."""
-    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=MANY_DECODE_REQUESTS + 1, k=0, chunk=50, idle_chunk=2000)
-    device = SimulatedDevice(scheduler, random.Random(0), 0)
-    for i in range(MANY_DECODE_REQUESTS):
-        scheduler.add_request(make_request(i, [i, i], 30))
-    device.step()
-    scheduler.add_request(make_request(1000, [5] * 39, 30))
-    num_steps = 0
-    while scheduler.waiting:
-        scheduled = device.step()
-        assert scheduled is not None and len(scheduled.decode_requests) > MANY_DECODE_REQUESTS // 2
-        num_steps += 1
-    assert 1 < num_steps <= MAX_PREFILL_DELAY + 1
 
 
 def test_no_step_for_a_request_that_is_certain_to_finish() -> None:

@@ -126,7 +126,7 @@ def test_silu_mul(device: str, dtype: torch.dtype, tolerance: float, rows: int, 
 def test_split_qkv_rope(
     device: str, dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, width: int
 ) -> None:
-    from peagle.kernels import autograd as kernels
+    from peagle.kernels.attention import rotary_triton as kernels
 
     torch.manual_seed(heads)
     half = torch.rand(11, 1, width // 2, device=device) * 6

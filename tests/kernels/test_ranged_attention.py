@@ -262,7 +262,7 @@ def check_triton_ranged(
 
 
 def check_triton_merge(case: RangedCase, dtype: torch.dtype, device: str, tolerance: float) -> None:
-    from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
+    from peagle.kernels.attention.ranged_triton import merge_backward_triton, merge_forward_triton
 
     def merge_fn(*args):
         return MergeAttnStatesFunction.apply(*args, (merge_forward_triton, merge_backward_triton))

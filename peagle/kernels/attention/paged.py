@@ -8,13 +8,11 @@ Shapes: B sequences, T query rows of all sequences, N rows and S keys of one seg
 d head width. A cache is [blocks, block size, G, d].
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,8 +31,6 @@ _CUDNN_ROW_MULTIPLE = 1024
 # torch's varlen flash attention is faster than our kernel for heads at least this wide, up to this many rows.
 _VARLEN_MIN_WIDTH, _VARLEN_MAX_ROWS = 128, 256
 _LIBRARY_MAX_WIDTH = 256  # for wider heads torch's attention would materialise all scores
-
-
 # Up to this many rows of a sequence, the query heads that share a key/value head are folded into the row dimension.
 # Keys are then read once: up to 2.5x faster for one row on the CPU, and no faster from 32 rows on.
 _MAX_FOLDED_ROWS = 16
@@ -257,9 +253,7 @@ class SingleSequenceAttention:
         self.keys, self.values = (x.transpose(1, 2)[:, :, None].unbind(0) for x in visible)
 
     @classmethod
-    def try_create(
-        cls, keys: Tensor, values: Tensor, metadata: PagedAttentionMetadata
-    ) -> SingleSequenceAttention | None:
+    def try_create(cls, keys: Tensor, values: Tensor, metadata: PagedAttentionMetadata) -> Self | None:
         """Returns an instance if this step is one short query of a sequence with contiguous blocks on a CPU."""
         if not keys.is_cpu or keys.dtype == FP8_DTYPE:
             return None

@@ -34,8 +34,6 @@ predecessors of an ended kernel having ended.
 Shapes: B sequences, H query heads, G key/value heads, GROUP = H / G, D head width.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -148,12 +146,9 @@ def _prefetch(cache, at, needed, D: tl.constexpr):
     addresses = (cache + at).to(tl.int64)[:, None] + sectors[None, :]
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; } // $0",
-        "=r,l,r",
-        [addresses, needed.to(tl.int32)[:, None] + sectors[None, :] * 0],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        "=r,l,r", [addresses, needed.to(tl.int32)[:, None] + sectors[None, :] * 0],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -512,52 +507,34 @@ def paged_attention_triton(inputs: PagedAttentionInputs, launch: PagedLaunchConf
     max_segments = get_max_key_tiles(metadata, block_size, launch.tile * segment_tiles)
     one_segment = programs >= max_segments and rows <= 2 * _NEW_ROWS and width < 128  # wider heads were not timed
     shared = {
-        "G": kv_heads,
-        "GROUP": group,
-        "D": width,
-        "TILE": launch.tile,
-        "SEGMENT_TILES": segment_tiles,
-        "WINDOW_KIND": window_kind,
-        "SINKS": sinks_H is not None,
-        "ONE_SPLIT": programs >= min(launch.splits, max_segments),
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
+        "G": kv_heads, "GROUP": group, "D": width, "TILE": launch.tile, "SEGMENT_TILES": segment_tiles,
+        "WINDOW_KIND": window_kind, "SINKS": sinks_H is not None,
+        "ONE_SPLIT": programs >= min(launch.splits, max_segments), "PDL": pdl, "launch_pdl": pdl,
+    }  # fmt: skip
     _paged_kernel[(kv_heads * triton.cdiv(rows * group, launch.queries), programs, batch)](
-        *(q_THd, k_TGd, v_TGd, cos, sin, q_norm, k_norm, sinks, cache_k, cache_v),
-        *(out, partial_out, partial_stats),
-        *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
-        *(rows, launch.splits, window_size),
-        *(metadata.block_tables_BM.stride(0), metadata.block_tables_BM.shape[1]),
-        *get_qkv_strides(inputs),
-        angle_stride,
-        *get_cache_strides(inputs),
-        *(width**-0.5 * math.log2(math.e), eps),
+        q_THd, k_TGd, v_TGd, cos, sin, q_norm, k_norm, sinks, cache_k, cache_v,
+        out, partial_out, partial_stats,
+        metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B,
+        rows, launch.splits, window_size,
+        metadata.block_tables_BM.stride(0), metadata.block_tables_BM.shape[1],
+        *get_qkv_strides(inputs), angle_stride, *get_cache_strides(inputs), width**-0.5 * math.log2(math.e), eps,
         **shared,
-        BLOCK=block_size,
-        QUERIES=launch.queries,
+        BLOCK=block_size, QUERIES=launch.queries,
         NEW_ROWS=2 * _NEW_ROWS if one_segment and rows > _NEW_ROWS else _NEW_ROWS,
-        PREFETCH=prefetch if one_segment or segment_tiles == 1 else 0,
-        ONE_SEGMENT=one_segment,
-        ROPE=rope is not None,
-        QK_NORM=rope is not None and rope.has_norm,
+        PREFETCH=prefetch if one_segment or segment_tiles == 1 else 0, ONE_SEGMENT=one_segment,
+        ROPE=rope is not None, QK_NORM=rope is not None and rope.has_norm,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages,
         enable_fp_fusion=rope is None,  # torch rounds both products of a rotation and their sum
         **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
-    )
+    )  # fmt: skip
     if min(launch.splits, max_segments) > 1:  # otherwise the only split wrote the result
         # Independent of the batch, as these decide the order of summation.
         padded_splits = triton.next_power_of_2(launch.splits)
         queries = max(1, 16 // padded_splits)
         _combine_kernel[(triton.cdiv(rows * group, queries), kv_heads, batch)](
-            *(partial_out, partial_stats, sinks, out),
-            *(metadata.num_computed_tokens_B, metadata.query_lens_B),
-            *(rows, launch.splits, window_size),
-            **shared,
-            QUERIES=queries,
-            SPLITS=padded_splits,
-            num_warps=4,
-        )
+            partial_out, partial_stats, sinks, out, metadata.num_computed_tokens_B, metadata.query_lens_B,
+            rows, launch.splits, window_size,
+            **shared, QUERIES=queries, SPLITS=padded_splits, num_warps=4,
+        )  # fmt: skip
     return out

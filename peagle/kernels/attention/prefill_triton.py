@@ -7,8 +7,6 @@ head. Nothing on the host depends on a sequence length, so CUDA graphs can captu
 programmatic dependent launch are in paged_triton.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -219,21 +217,11 @@ def write_kv_triton(inputs: PagedAttentionInputs) -> None:
     pdl = supports_pdl(k_TGd.device)
     batch = len(metadata.num_computed_tokens_B)
     _write_kernel[(_count_programs(len(k_TGd), metadata, _WRITE_ROWS), kv_heads)](
-        *(k_TGd, v_TGd, cache_k, cache_v),
-        *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
-        metadata.query_start_loc_B1,
-        batch,
-        metadata.block_tables_BM.stride(0),
-        *(*k_TGd.stride()[:2], *v_TGd.stride()[:2]),
-        *get_cache_strides(inputs),
-        D=width,
-        BLOCK=block_size,
-        ROWS=_WRITE_ROWS,
-        SEQUENCES=_pad_batch(batch),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=4,
-    )
+        k_TGd, v_TGd, cache_k, cache_v,
+        metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B, metadata.query_start_loc_B1,
+        batch, metadata.block_tables_BM.stride(0), *k_TGd.stride()[:2], *v_TGd.stride()[:2], *get_cache_strides(inputs),
+        D=width, BLOCK=block_size, ROWS=_WRITE_ROWS, SEQUENCES=_pad_batch(batch), PDL=pdl, launch_pdl=pdl, num_warps=4,
+    )  # fmt: skip
 
 
 def choose_prefill_launch(metadata: PagedAttentionMetadata, width: int, exact: bool) -> AttentionLaunch:
@@ -264,28 +252,13 @@ def prefill_attention_triton(inputs: PagedAttentionInputs, launch: AttentionLaun
     out = out_THd if out_THd is not None else q_THd.new_empty(q_THd.shape)
     assert out.is_contiguous()
     _prefill_kernel[(_count_programs(total_rows, metadata, launch.rows), heads)](
-        *(q_THd, k_TGd, v_TGd, q_THd if sinks_H is None else sinks_H, cache_k, cache_v, out),
-        *(metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B),
-        metadata.query_start_loc_B1,
-        *(batch, window_size),
-        metadata.block_tables_BM.stride(0),
-        *get_qkv_strides(inputs),
-        *get_cache_strides(inputs),
+        q_THd, k_TGd, v_TGd, q_THd if sinks_H is None else sinks_H, cache_k, cache_v, out,
+        metadata.block_tables_BM, metadata.num_computed_tokens_B, metadata.query_lens_B, metadata.query_start_loc_B1,
+        batch, window_size, metadata.block_tables_BM.stride(0), *get_qkv_strides(inputs), *get_cache_strides(inputs),
         width**-0.5 * math.log2(math.e),
-        H=heads,
-        GROUP=heads // kv_heads,
-        D=width,
-        BLOCK=block_size,
-        ROWS=launch.rows,
-        TILE=launch.tile,
-        WINDOW_KIND=window_kind,
-        SINKS=sinks_H is not None,
-        CONTEXT=metadata.max_computed_tokens != 0,
-        PRECISION="ieee" if exact else "tf32",
-        SEQUENCES=_pad_batch(batch),
-        PDL=pdl,
-        launch_pdl=pdl,
-        num_warps=launch.warps,
-        num_stages=launch.stages,
-    )
+        H=heads, GROUP=heads // kv_heads, D=width, BLOCK=block_size, ROWS=launch.rows, TILE=launch.tile,
+        WINDOW_KIND=window_kind, SINKS=sinks_H is not None, CONTEXT=metadata.max_computed_tokens != 0,
+        PRECISION="ieee" if exact else "tf32", SEQUENCES=_pad_batch(batch), PDL=pdl,
+        launch_pdl=pdl, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
     return out

@@ -185,7 +185,7 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
     assert out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:2], (out_a.shape, out_b.shape)
     kernels: Kernels = (merge_forward_torch, merge_backward_torch)
     if supports_triton_float(out_a) and len(out_a):
-        from peagle.kernels.attention.merge_triton import merge_backward_triton, merge_forward_triton
+        from peagle.kernels.attention.ranged_triton import merge_backward_triton, merge_forward_triton
 
         kernels = (merge_forward_triton, merge_backward_triton)
     return MergeAttnStatesFunction.apply(out_a, lse_a, out_b, lse_b, kernels)

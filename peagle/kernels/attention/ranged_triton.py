@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""Ranged attention in Triton: flash attention, forward and backward without atomics.
+"""Ranged attention in Triton: flash attention, forward and backward without atomics; and the merge of two states.
 
 Key ranges never decrease, so a tile of rows sees three runs of keys: leading keys that only its first rows see, keys
 that all its rows see, and trailing keys that only its last rows see. The same holds for a tile of keys and the rows
@@ -15,8 +15,6 @@ offsets within a tile 32.
 
 Shapes: R rows, S keys, H query heads, G key/value heads, d head width; WIDTH is d padded to a power of two.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Any
@@ -290,16 +288,10 @@ def choose_ranged_launches(width: int, dtype: torch.dtype) -> list[AttentionLaun
 
 def _launch_options(q: Tensor, k: Tensor, launch: AttentionLaunch, tma: bool) -> dict[str, Any]:
     return {
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": q.shape[2],
-        "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
-        "ROWS": launch.rows,
-        "TILE": launch.tile,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "TMA": tma,
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-    }
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[2], "WIDTH": max(16, triton.next_power_of_2(q.shape[2])),
+        "ROWS": launch.rows, "TILE": launch.tile, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "TMA": tma, "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
@@ -348,13 +340,11 @@ def forward_triton(
     lse_HR = q.new_empty(heads, rows, dtype=torch.float32)
     tma = _supports_tma(q, k, v) if tma is None else tma
     _forward_kernel[triton.cdiv(rows, launch.rows), heads](
-        *(_row_tiles(q, launch.rows, tma), _row_tiles(k, launch.tile, tma), _row_tiles(v, launch.tile, tma)),
-        *(ranges.lo_R, ranges.hi_R, out_RHd, lse_HR),
-        rows,
-        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2]),
-        width**-0.5 * math.log2(math.e),
+        _row_tiles(q, launch.rows, tma), _row_tiles(k, launch.tile, tma), _row_tiles(v, launch.tile, tma),
+        ranges.lo_R, ranges.hi_R, out_RHd, lse_HR, rows,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_RHd.stride()[:2], width**-0.5 * math.log2(math.e),
         **_launch_options(q, k, launch, tma),
-    )
+    )  # fmt: skip
     return out_RHd, lse_HR.T
 
 
@@ -379,14 +369,10 @@ def backward_triton(
     row_stats = q.new_empty(2 * heads, pitch, dtype=torch.float32)
     dlse = lse_RH if dlse_RH is None else dlse_RH
     _row_stats_kernel[triton.cdiv(rows, 64), heads](
-        *(out_RHd, dout, lse_RH, dlse, row_stats),
-        *(rows, pitch),
-        *(*out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride()),
-        HAS_DLSE=dlse_RH is not None,
-        D=width,
-        WIDTH=max(16, triton.next_power_of_2(width)),
-        ROWS=64,
-    )
+        out_RHd, dout, lse_RH, dlse, row_stats, rows, pitch,
+        *out_RHd.stride()[:2], *dout.stride()[:2], *lse_RH.stride(), *dlse.stride(),
+        HAS_DLSE=dlse_RH is not None, D=width, WIDTH=max(16, triton.next_power_of_2(width)), ROWS=64,
+    )  # fmt: skip
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2])
     scale2 = width**-0.5 * math.log2(math.e)
 
@@ -395,22 +381,99 @@ def backward_triton(
         return tuple(_row_tiles(x, size, use_tma) for x, size in zip((q, k, v, dout), sizes, strict=True))
 
     _dkv_kernel[triton.cdiv(keys, dkv_launch.tile), kv_heads](
-        *tiles(dkv_launch),
-        _row_values(ranges.bounds, rows, dkv_launch.rows, use_tma),
-        ranges.get_row_spans(keys, dkv_launch.tile),
-        _row_values(row_stats, rows, dkv_launch.rows, use_tma),
-        *(dk, dv),
-        *(keys, pitch),
-        *(*strides, *dk.stride()[:2]),
-        scale2,
+        *tiles(dkv_launch), _row_values(ranges.bounds, rows, dkv_launch.rows, use_tma),
+        ranges.get_row_spans(keys, dkv_launch.tile), _row_values(row_stats, rows, dkv_launch.rows, use_tma),
+        dk, dv, keys, pitch, *strides, *dk.stride()[:2], scale2,
         **_launch_options(q, k, dkv_launch, use_tma),
-    )
+    )  # fmt: skip
     _dq_kernel[triton.cdiv(rows, dq_launch.rows), heads](
-        *tiles(dq_launch),
-        *(ranges.lo_R, ranges.hi_R, row_stats, dq),
-        *(rows, pitch),
-        *(*strides, *dq.stride()[:2]),
-        scale2,
+        *tiles(dq_launch), ranges.lo_R, ranges.hi_R, row_stats, dq, rows, pitch, *strides, *dq.stride()[:2], scale2,
         **_launch_options(q, k, dq_launch, use_tma),
-    )
+    )  # fmt: skip
     return dq, dk, dv
+
+
+# The merge of two attention states
+
+_MERGE_ROWS = 64  # per program
+
+
+@triton.jit
+def _merge_weights(a, b):
+    """Returns each side's weight (0 and 0 if both are empty) and the merged lse."""
+    running_max = tl.maximum(a, b)
+    running_max = tl.where(running_max == float("-inf"), 0.0, running_max)
+    weight_a, weight_b = tl.exp(a - running_max), tl.exp(b - running_max)
+    running_sum = weight_a + weight_b
+    nonempty = running_sum > 0.0
+    over = tl.where(nonempty, running_sum, 1.0)
+    return weight_a / over, weight_b / over, tl.where(nonempty, running_max + tl.log(over), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge_kernel(
+    out_a, lse_a, out_b, lse_b, dout, dlse,
+    result_a, result_lse_a, result_b, result_lse_b,
+    rows,
+    a_row_stride, a_head_stride, b_row_stride, b_head_stride,
+    lse_a_row_stride, lse_a_head_stride, lse_b_row_stride, lse_b_head_stride,
+    dout_row_stride, dout_head_stride, dlse_row_stride, dlse_head_stride,
+    BACKWARD: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Writes out [R, H, d] and lse [H, R] to the first results, or with BACKWARD the gradients of both inputs in the
+    same layouts."""
+    r0, h, heads = (tl.program_id(0) * ROWS).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    i, cols = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    r = r0 + i
+    valid = r < rows
+    wide = valid[:, None] & (cols < D)[None, :]
+    a = load_rows(out_a, r0, h, i, cols, valid, a_row_stride, a_head_stride, True, False, D, WIDTH).to(tl.float32)
+    b = load_rows(out_b, r0, h, i, cols, valid, b_row_stride, b_head_stride, True, False, D, WIDTH).to(tl.float32)
+    sum_a = tl.load(lse_a + r * lse_a_row_stride + h * lse_a_head_stride, mask=valid, other=0.0)
+    sum_b = tl.load(lse_b + r * lse_b_row_stride + h * lse_b_head_stride, mask=valid, other=0.0)
+    weight_a, weight_b, merged_lse = _merge_weights(sum_a, sum_b)
+    to = (r * heads + h)[:, None] * D + cols[None, :]
+    line = h * rows + r
+    if BACKWARD:
+        d = load_rows(dout, r0, h, i, cols, valid, dout_row_stride, dout_head_stride, True, False, D, WIDTH)
+        d = d.to(tl.float32)
+        dmerged = tl.load(dlse + r * dlse_row_stride + h * dlse_head_stride, mask=valid, other=0.0)
+        shift = weight_a * weight_b * tl.sum(d * (a - b), 1)
+        tl.store(result_a + to, (d * weight_a[:, None]).to(result_a.dtype.element_ty), mask=wide)
+        tl.store(result_b + to, (d * weight_b[:, None]).to(result_b.dtype.element_ty), mask=wide)
+        tl.store(result_lse_a + line, weight_a * dmerged + shift, mask=valid)
+        tl.store(result_lse_b + line, weight_b * dmerged - shift, mask=valid)
+    else:
+        result = a * weight_a[:, None] + b * weight_b[:, None]
+        tl.store(result_a + to, result.to(result_a.dtype.element_ty), mask=wide)
+        tl.store(result_lse_a + line, merged_lse, mask=valid)
+
+
+def _launch_merge(
+    states: tuple[Tensor, ...], grads: tuple[Tensor | None, Tensor | None], results: list[Tensor | None]
+) -> None:
+    """Launches the backward pass if there are gradients, otherwise the forward pass."""
+    (out_a, lse_a, out_b, lse_b), (dout, dlse) = states, grads
+    rows, heads, width = out_a.shape
+    grad_strides = (0, 0, 0, 0) if dout is None or dlse is None else (*dout.stride()[:2], *dlse.stride())
+    _merge_kernel[triton.cdiv(rows, _MERGE_ROWS), heads](
+        *states, *grads, *results, rows,
+        *out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(), *grad_strides,
+        BACKWARD=dout is not None, D=width, WIDTH=max(16, triton.next_power_of_2(width)), ROWS=_MERGE_ROWS,
+    )  # fmt: skip
+
+
+def merge_forward_triton(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    states = (with_unit_stride(out_a), lse_a, with_unit_stride(out_b), lse_b)
+    out_RHd, lse_HR = out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.T.shape)
+    _launch_merge(states, (None, None), [out_RHd, lse_HR, None, None])
+    return out_RHd, lse_HR.T
+
+
+def merge_backward_triton(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, dout: Tensor, dlse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    states = (with_unit_stride(out_a), lse_a, with_unit_stride(out_b), lse_b)
+    dout_a, dlse_a, dout_b, dlse_b = results = [x.new_empty(x.shape) for x in (out_a, lse_a.T, out_b, lse_b.T)]
+    _launch_merge(states, (with_unit_stride(dout), dlse), [*results])
+    return dout_a, dlse_a.T, dout_b, dlse_b.T

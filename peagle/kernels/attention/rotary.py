@@ -17,7 +17,7 @@ def split_qkv_rope(qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope) 
     width = rope.cos.shape[-1]
     triton_width = width >= 16 and not width & (width - 1)
     if supports_triton_autograd(qkv_TX) and triton_width and not rope.has_norm:
-        from peagle.kernels.autograd import split_qkv_rope_autograd
+        from peagle.kernels.attention.rotary_triton import split_qkv_rope_autograd
 
         return split_qkv_rope_autograd(qkv_TX, heads, kv_heads, rope)
     if supports_triton_float(qkv_TX) and triton_width and not qkv_TX.requires_grad:  # in place: no gradients

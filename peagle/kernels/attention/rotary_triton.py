@@ -1,14 +1,17 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
-"""QK norm and rotary embedding in Triton, in place. Rounds wherever the torch version rounds.
+"""QK norm and rotary embedding in Triton, in place, and the backward pass without the norm. Rounds wherever the torch
+version rounds.
 
 Shapes: T rows, H query heads, G key/value heads, d head width, X = (H + 2 G) d.
 """
 
-from __future__ import annotations
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from peagle.kernels.attention.types import QKNormRope
 from peagle.kernels.triton_utils import wait_for_previous
@@ -89,15 +92,36 @@ def rotate_triton(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope, pdl: bool = Fa
     block = min(16, triton.next_power_of_2(heads + kv_heads))
     if rows:
         _rope_kernel[(rows, triton.cdiv(heads + kv_heads, block))](
-            *(q_THd, cos, rope.sin, rope.q_norm if rope.has_norm else q_THd, rope.k_norm if rope.has_norm else q_THd),
-            *(q_THd.stride(0), cos.stride(0), rope.eps),
-            H=heads,
-            G=kv_heads,
-            D=width,
-            HEADS=block,
-            QK_NORM=rope.has_norm,
-            PDL=pdl,
-            launch_pdl=pdl,
-            num_warps=4 if width >= 128 else 2,
-            enable_fp_fusion=False,
-        )
+            q_THd, cos, rope.sin, rope.q_norm if rope.has_norm else q_THd, rope.k_norm if rope.has_norm else q_THd,
+            q_THd.stride(0), cos.stride(0), rope.eps,
+            H=heads, G=kv_heads, D=width, HEADS=block, QK_NORM=rope.has_norm, PDL=pdl,
+            launch_pdl=pdl, num_warps=4 if width >= 128 else 2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+class RopeFunction(torch.autograd.Function):
+    """Rotates queries and keys of the fused QKV projection in place. The backward pass rotates the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope) -> Tensor:
+        ctx.save_for_backward(rope.cos, rope.sin)
+        ctx.heads, ctx.kv_heads = heads, kv_heads
+        ctx.mark_dirty(qkv_TX)
+        split_qkv_rope_triton(qkv_TX, heads, kv_heads, rope)
+        return qkv_TX
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dqkv_TX: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        dqkv_TX = dqkv_TX.clone(memory_format=torch.contiguous_format)  # autograd may share a gradient tensor
+        split_qkv_rope_triton(dqkv_TX, ctx.heads, ctx.kv_heads, QKNormRope(cos, -sin))
+        return dqkv_TX, None, None, None
+
+
+def split_qkv_rope_autograd(
+    qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `split_qkv_rope` without norms; returns views of `qkv_TX`, which must not be used again."""
+    qkv = RopeFunction.apply(qkv_TX, heads, kv_heads, rope).unflatten(1, (heads + 2 * kv_heads, -1))
+    return qkv.split([heads, kv_heads, kv_heads], 1)

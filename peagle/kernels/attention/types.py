@@ -4,16 +4,15 @@ Shapes: B sequences, T rows of all sequences, H query heads, G key/value heads, 
 block table; R rows and S keys of ranged attention.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from peagle.config import Window
 from peagle.kernels.fp8 import FP8_DTYPE, to_fp8
+from peagle.kernels.norm.rms_norm import rms_norm_torch
 
 # The torch version processes chunks of at most this many scores over all heads: 16 MB in fp32.
 MAX_CHUNK_SCORES = 4 << 20
@@ -31,7 +30,7 @@ class QKNormRope:
     k_norm: Tensor | None = None
     eps: float = 0.0
 
-    def select_rows(self, rows: slice) -> QKNormRope:
+    def select_rows(self, rows: slice) -> Self:
         return replace(self, cos=self.cos[rows], sin=self.sin[rows])
 
     @property
@@ -41,14 +40,9 @@ class QKNormRope:
     def apply(self, q_THd: Tensor, k_TGd: Tensor) -> tuple[Tensor, Tensor]:
         """Returns normed and rotated copies of q and k, computed in plain torch."""
         if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TGd = _rms_norm(q_THd, self.q_norm, self.eps), _rms_norm(k_TGd, self.k_norm, self.eps)
+            q_THd = rms_norm_torch(q_THd, self.q_norm, self.eps)
+            k_TGd = rms_norm_torch(k_TGd, self.k_norm, self.eps)
         return _rotate(q_THd, self.cos, self.sin), _rotate(k_TGd, self.cos, self.sin)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = x.float() if x.dtype != torch.float64 else x
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
 
 
 def _rotate(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

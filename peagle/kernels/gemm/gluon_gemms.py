@@ -17,8 +17,6 @@ Triton fuses multiplication and addition, which are separate here.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # mypy: disable-error-code="assignment,misc,operator,unreachable,var-annotated"
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any
@@ -107,35 +105,14 @@ if HAVE_GLUON:
 
     @gluon.jit(do_not_specialize=["M", "squares_count"])
     def _gluon_kernel(
-        x_ptr,
-        w_ptr,
-        y_ptr,
-        squares_ptr,
-        squares_count,
-        residual_ptr,
-        next_norm_ptr,
-        scaled_ptr,
-        next_squares_ptr,
-        M,
-        N,
-        K,
-        x_stride,
-        residual_stride,
-        eps,
-        BLOCK_M: gl.constexpr,
-        BLOCK_N: gl.constexpr,
-        BLOCK_K: gl.constexpr,
-        STEPS: gl.constexpr,
-        STEPS_AHEAD: gl.constexpr,
-        ACCUMULATORS: gl.constexpr,
-        REGISTER_TILES: gl.constexpr,
-        GLU: gl.constexpr,
-        PDL: gl.constexpr,
-        LATE_LAUNCH: gl.constexpr,
-        BLOCK_SQUARES: gl.constexpr,
-        WARPS_N: gl.constexpr,
-        WARPS_M: gl.constexpr,
-    ):
+        x_ptr, w_ptr, y_ptr,
+        squares_ptr, squares_count, residual_ptr, next_norm_ptr, scaled_ptr, next_squares_ptr,
+        M, N, K, x_stride, residual_stride, eps,
+        BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+        STEPS: gl.constexpr, STEPS_AHEAD: gl.constexpr, ACCUMULATORS: gl.constexpr, REGISTER_TILES: gl.constexpr,
+        GLU: gl.constexpr, PDL: gl.constexpr, LATE_LAUNCH: gl.constexpr, BLOCK_SQUARES: gl.constexpr,
+        WARPS_N: gl.constexpr, WARPS_M: gl.constexpr,
+    ):  # fmt: skip
         """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows]; sums as in linear_triton.py.
 
         STEPS_AHEAD steps over K are prefetched. Weight-stationary if REGISTER_TILES is not 0: all steps are, and so
@@ -304,15 +281,7 @@ def launch_gluon(
     blocks = (N // tile.block_n, triton.cdiv(T, tile.block_m))
     _gluon_kernel[blocks if register_tiles else blocks[::-1]](
         *arguments,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=cfg.block_k,
-        STEPS=steps,
-        STEPS_AHEAD=min(tile.steps_ahead, steps),
-        REGISTER_TILES=register_tiles,
-        LATE_LAUNCH=tile.late_launch,
-        WARPS_N=tile.warps_n,
-        WARPS_M=tile.warps_m,
-        num_warps=tile.warps_n * tile.warps_m,
-        **options,
-    )
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=cfg.block_k, STEPS=steps,
+        STEPS_AHEAD=min(tile.steps_ahead, steps), REGISTER_TILES=register_tiles, LATE_LAUNCH=tile.late_launch,
+        WARPS_N=tile.warps_n, WARPS_M=tile.warps_m, num_warps=tile.warps_n * tile.warps_m, **options,
+    )  # fmt: skip

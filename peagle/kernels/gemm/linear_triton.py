@@ -7,8 +7,6 @@ launch computes it first. Shapes as in linear.py.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, disable-error-code="assignment,misc,operator"
 # (kernels annotate compile-time constants only, and their tuples grow; the functions that launch them are typed)
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -57,12 +55,8 @@ if HAVE_TRITON:
             nbytes = tl.where(copy == 0, NBYTES, 0) + (rows * 0)[:, None]
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; } // $0",
-                "=r,l,r",
-                [addresses, nbytes],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+                "=r,l,r", [addresses, nbytes], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
     @triton.jit
     def _load_squares(squares_ptr, squares_count, m, M, BLOCK_SQUARES: tl.constexpr):
@@ -109,40 +103,15 @@ if HAVE_TRITON:
     # These arguments change between launches; specializing on them would recompile each time.
     @triton.jit(do_not_specialize=["M", "squares_count"])
     def _linear_kernel(
-        x_ptr,
-        w_ptr,
-        y_ptr,
-        squares_ptr,
-        squares_count,
-        residual_ptr,
-        next_norm_ptr,
-        scaled_ptr,
-        next_squares_ptr,
-        M,
-        N,
-        K,
-        x_stride,
-        residual_stride,
-        eps,
-        bias_ptr,
-        partial_ptr,
-        counter_ptr,
-        w_scale_ptr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        SPLIT_K: tl.constexpr,
-        STEPS: tl.constexpr,
-        ACCUMULATORS: tl.constexpr,
-        EVEN_K: tl.constexpr,
-        GLU: tl.constexpr,
-        PDL: tl.constexpr,
-        PREFETCH: tl.constexpr,
-        PREFETCH_LINES: tl.constexpr,
-        COPIES: tl.constexpr,
-        LATE_LAUNCH: tl.constexpr,
+        x_ptr, w_ptr, y_ptr,
+        squares_ptr, squares_count, residual_ptr, next_norm_ptr, scaled_ptr, next_squares_ptr,
+        M, N, K, x_stride, residual_stride, eps,
+        bias_ptr, partial_ptr, counter_ptr, w_scale_ptr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+        STEPS: tl.constexpr, ACCUMULATORS: tl.constexpr, EVEN_K: tl.constexpr, GLU: tl.constexpr, PDL: tl.constexpr,
+        PREFETCH: tl.constexpr, PREFETCH_LINES: tl.constexpr, COPIES: tl.constexpr, LATE_LAUNCH: tl.constexpr,
         BLOCK_SQUARES: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Computes one transposed output tile, [BLOCK_N weights] x [BLOCK_M rows], over one of SPLIT_K parts of K.
 
         An MMA waits for the previous one on the same accumulator. ACCUMULATORS sums take the steps over K in turn, so
@@ -360,21 +329,8 @@ def _launch(T: int, N: int, K: int, cfg: GemmConfig, bias: Tensor | None, *argum
     if prefetch * itemsize < 128 or K * itemsize % 16 or weight_NK.data_ptr() % 16 or not (even or cfg.split_k == 1):
         prefetch = 0
     _linear_kernel[(triton.cdiv(T, block_m), tiles, cfg.split_k)](
-        *arguments,
-        bias,
-        partials,
-        counters,
-        BLOCK_M=block_m,
-        BLOCK_N=cfg.block_n,
-        BLOCK_K=cfg.block_k,
-        SPLIT_K=cfg.split_k,
-        STEPS=steps,
-        EVEN_K=even,
-        PREFETCH=prefetch,
-        PREFETCH_LINES=cfg.prefetch_lines,
-        COPIES=max(1, cfg.warps * 32 // cfg.block_n),
-        LATE_LAUNCH=cfg.late_launch,
-        num_warps=cfg.warps,
-        num_stages=cfg.stages,
-        **options,
-    )
+        *arguments, bias, partials, counters,
+        BLOCK_M=block_m, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k, SPLIT_K=cfg.split_k, STEPS=steps, EVEN_K=even,
+        PREFETCH=prefetch, PREFETCH_LINES=cfg.prefetch_lines, COPIES=max(1, cfg.warps * 32 // cfg.block_n),
+        LATE_LAUNCH=cfg.late_launch, num_warps=cfg.warps, num_stages=cfg.stages, **options,
+    )  # fmt: skip

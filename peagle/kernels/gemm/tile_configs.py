@@ -23,48 +23,32 @@ Shape = tuple[int, int, bool]  # N, K, gated
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch configuration of the tiled GEMM (gluon_gemms.py); it affects speed only.
+    """Launch configuration of the tiled GEMM (gluon_gemms.py); it affects speed only."""
 
-    block_n, block_m: output columns (for a gated GEMM, that many gates and as many ups) and rows per program.
-    warps_n, warps_m: warps along the columns and along the rows.
-    steps_ahead: steps over K that are prefetched.
-    late_launch: as in GemmConfig.
-    """
-
-    block_n: int
-    block_m: int
-    warps_n: int
-    warps_m: int
-    steps_ahead: int
-    late_launch: bool = False
+    block_n: int  # output columns per program (for a gated GEMM, that many gates and as many ups)
+    block_m: int  # rows per program
+    warps_n: int  # along the columns
+    warps_m: int  # along the rows
+    steps_ahead: int  # steps over K that are prefetched
+    late_launch: bool = False  # as in GemmConfig
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Launch configuration of one GEMM shape. `rounding_kind` names the fields that affect rounding.
+    """Launch configuration of one GEMM shape. `rounding_kind` names the fields that affect rounding."""
 
-    block_n: output columns per program (for a gated GEMM, that many gates and as many ups).
-    prefetch: elements of each weight row that a program prefetches into L2 before it waits for its predecessor.
-    prefetch_lines: prefetch line by line instead of one bulk request per row.
-    late_launch: let the successor start only after the loop over K, so that it does not take resources earlier.
-    accumulators: partial sums that take the steps over K in turn; `stages` counts turns of all of them.
-    block_m: rows per program; 0: `block_rows` decides.
-    weight_stationary: use the weight-stationary GEMM (gluon_gemms.py) where it is supported.
-    tile: use the tiled GEMM (gluon_gemms.py) with this tile where it is supported.
-    """
-
-    block_n: int
+    block_n: int  # output columns per program (for a gated GEMM, that many gates and as many ups)
     block_k: int
-    stages: int
+    stages: int  # of the pipelined loop over K; a stage is a turn of all accumulators
     warps: int
     split_k: int = 1
-    prefetch: int = 0
-    prefetch_lines: bool = False
-    late_launch: bool = False
-    accumulators: int = 1
-    block_m: int = 0
-    weight_stationary: bool = False
-    tile: TileConfig | None = None
+    prefetch: int = 0  # elements of each weight row that a program prefetches into L2 before it waits
+    prefetch_lines: bool = False  # line by line instead of one bulk request per row
+    late_launch: bool = False  # let the successor start after the loop over K, so that it takes no resources earlier
+    accumulators: int = 1  # partial sums that take the steps over K in turn
+    block_m: int = 0  # rows per program; 0: `block_rows` decides
+    weight_stationary: bool = False  # use the weight-stationary GEMM (gluon_gemms.py) where it is supported
+    tile: TileConfig | None = None  # use the tiled GEMM (gluon_gemms.py) with this tile where it is supported
 
     @property
     def rounding_kind(self) -> tuple[int, int, int, int]:

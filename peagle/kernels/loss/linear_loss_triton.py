@@ -178,12 +178,8 @@ def compute_row_losses_triton(
     launch = {"BLOCK": block, "num_warps": warps, "num_stages": 1}
     _teacher_kernel[(len(t_QU),)](t_QU, teacher_log_sums, teacher_tokens, t_QU.shape[1], t_QU.stride(0), **launch)
     _row_loss_kernel[(rows,)](
-        *(z_CV, t_QU, draft_ids, position_index_C, weight_C, teacher_log_sums, teacher_tokens),
-        *(loss, acceptance, match.view(torch.int8)),
-        *(count, z_CV.stride(0), t_QU.stride(0), LK_ETA),
-        OBJECTIVE=objective,
-        REDUCED=draft_ids is not None,
-        GRADIENT=gradient,
-        **launch,
-    )
+        z_CV, t_QU, draft_ids, position_index_C, weight_C, teacher_log_sums, teacher_tokens,
+        loss, acceptance, match.view(torch.int8), count, z_CV.stride(0), t_QU.stride(0), LK_ETA,
+        OBJECTIVE=objective, REDUCED=draft_ids is not None, GRADIENT=gradient, **launch,
+    )  # fmt: skip
     return loss, acceptance, match, teacher_tokens[position_index_C].long()

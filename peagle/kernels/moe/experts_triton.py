@@ -28,7 +28,7 @@ from peagle.kernels.moe.mxfp4 import COLUMN_STEP, PackedWeights
 from peagle.kernels.moe.mxfp4_few_rows_triton import MAX_FEW_ROWS, launch_few_rows
 from peagle.kernels.moe.mxfp4_triton import HAVE_PTX, mxfp4_sums
 from peagle.kernels.moe.routing_triton import find_tile, gate_tile, permuted_column, sort_pairs, sum_experts_triton
-from peagle.kernels.triton_utils import pdl_launch_options
+from peagle.kernels.triton_utils import pdl_launch_options, wait_for_previous
 
 MAX_SCAN_ROWS = 16  # one tile holds all rows, so rows that did not choose an expert cost nothing
 # (most pairs per expert on average, pairs per tile). Tiles have about twice the average, so that most experts have one
@@ -98,9 +98,7 @@ def _experts_kernel(
     MXFP4 if there are exponents; then the columns of x, and of the first GEMM's y, are permuted and padded to whole
     steps (`permuted_column`).
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     # Plain: an expert's tiles run together, and programs left over are the last ones. MXFP4: tiles of one expert follow
     # each other, so that the second reads the weights from the cache.
     block = tl.program_id(0 if exponents is None else 1)
@@ -194,19 +192,10 @@ def expert_mlp_triton(
                 block_n, block_k, warps, stages = FP32_TILE
         blocks = triton.cdiv(y.shape[1], block_n)
         _experts_kernel[(max_tiles, blocks) if packed else (blocks, max_tiles)](
-            *(x, w, exponents, bias, expert_TC, order_P, ends_E, weight_TC, y),
-            *(rows, count, columns, depth, x.stride(0), y.stride(0), 0 if exponents is None else exponents.shape[2]),
+            x, w, exponents, bias, expert_TC, order_P, ends_E, weight_TC, y,
+            rows, count, columns, depth, x.stride(0), y.stride(0), 0 if exponents is None else exponents.shape[2],
             *(experts.clamp or (None, None)),
-            CHOSEN=chosen,
-            EXPERTS=triton.next_power_of_2(count),
-            PAIRED=paired,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            EVEN_K=depth % block_k == 0,
-            ASM=HAVE_PTX,
-            num_warps=warps,
-            num_stages=stages,
-            **options,
-        )
+            CHOSEN=chosen, EXPERTS=triton.next_power_of_2(count), PAIRED=paired, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=block_k, EVEN_K=depth % block_k == 0, ASM=HAVE_PTX, num_warps=warps, num_stages=stages, **options,
+        )  # fmt: skip
     return sum_experts_triton(y_PD, chosen)

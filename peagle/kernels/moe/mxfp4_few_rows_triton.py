@@ -106,13 +106,10 @@ def _mma(sums, a0, a1, a2, a3, b0, b1, WARPS: tl.constexpr, ASM: tl.constexpr):
     """Adds one MMA to `sums`. a: weight rows g and 8 + g of the first 8 columns, then of the others; b: row g of x."""
     if ASM:
         return tl.inline_asm_elementwise(
-            _MMA,
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
             [a0, a1, a2, a3, b0, b1, sums[0], sums[1], sums[2], sums[3]],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         x0, x1 = _operand_tile(b0, WARPS), _operand_tile(b1, WARPS)
         upper = _matmul(_operand_tile(a0, WARPS), x0) + _matmul(_operand_tile(a2, WARPS), x1)
@@ -283,18 +280,9 @@ def launch_few_rows(
     warps = 1 if columns % (tile * MAX_WARPS) else MAX_WARPS
     blocks = x.shape[1] // BLOCK
     _few_rows_kernel[(columns // (tile * warps), len(words))](
-        *(x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y),
-        *(rows, x.stride(0) // 2),
+        x.view(torch.int32), words, exponents.view(torch.int32), bias, expert_TC, weight_TC, y, rows, x.stride(0) // 2,
         *(experts.clamp or (None, None)),
-        N=columns,
-        G=blocks,
-        E_ROW=exponents.shape[2],
-        CHOSEN=chosen,
-        PAIRED=paired,
-        AHEAD=min(ahead, triton.cdiv(blocks, 4)),
-        WARPS=warps,
-        ASM=HAVE_PTX,
-        num_warps=warps,
-        num_stages=1,
-        **pdl_launch_options(x.device),
-    )
+        N=columns, G=blocks, E_ROW=exponents.shape[2], CHOSEN=chosen, PAIRED=paired,
+        AHEAD=min(ahead, triton.cdiv(blocks, 4)), WARPS=warps, ASM=HAVE_PTX,
+        num_warps=warps, num_stages=1, **pdl_launch_options(x.device),
+    )  # fmt: skip

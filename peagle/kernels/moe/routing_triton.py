@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from peagle.kernels.moe.mxfp4 import COLUMN_STEP
-from peagle.kernels.triton_utils import pdl_launch_options
+from peagle.kernels.triton_utils import pdl_launch_options, wait_for_previous
 
 MAX_SORT_PROGRAMS = 1024
 SCAN = 1024  # pairs, or columns of x, that a program of the sort looks at per iteration by default
@@ -109,9 +109,7 @@ def gate_tile(gate, up, alpha, limit):
 def _sum_kernel(y, out, N, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     at = y + row * CHOSEN * N + n
     total = tl.zeros((BLOCK,), tl.float32)
     for c in tl.static_range(CHOSEN):
@@ -142,13 +140,10 @@ def sort_pairs(
         permuted_TK = x_TD.new_empty(len(x_TD), triton.cdiv(width, COLUMN_STEP) * COLUMN_STEP)
         programs = max(count, min(len(x_TD), MAX_SORT_PROGRAMS))
     _sort_kernel[(programs,)](
-        *(expert_TC, order_P, ends_E, x_TD, permuted_TK),
-        *(expert_TC.numel(), count, len(expert_TC), width),
-        *(0 if x_TD is None else x_TD.stride(0), 0 if permuted_TK is None else permuted_TK.shape[1]),
-        SCAN=scan,
-        WIDTH=SCAN,
-        num_warps=warps,
-    )
+        expert_TC, order_P, ends_E, x_TD, permuted_TK, expert_TC.numel(), count, len(expert_TC), width,
+        0 if x_TD is None else x_TD.stride(0), 0 if permuted_TK is None else permuted_TK.shape[1],
+        SCAN=scan, WIDTH=SCAN, num_warps=warps,
+    )  # fmt: skip
     return order_P, ends_E, permuted_TK
 
 

@@ -13,8 +13,6 @@ Shapes: T rows, K or D width, I half of a gated projection's width.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # (kernels annotate compile-time constants only; the functions that launch them are typed)
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +30,8 @@ if HAVE_TRITON:
     import triton
     import triton.language as tl
 
+    from peagle.kernels.triton_utils import wait_for_previous
+
     @triton.jit
     def order_independent_sum(x):
         """Sums over the first axis in fp64, so that the order of additions does not show once rounded to fp32."""
@@ -45,25 +45,14 @@ if HAVE_TRITON:
 
     @triton.jit
     def _rms_norm_kernel(
-        x_ptr,
-        residual_ptr,
-        weight_ptr,
-        y_ptr,
-        total_ptr,
-        K,
-        x_stride,
-        residual_stride,
-        eps,
-        BLOCK_K: tl.constexpr,
-        PDL: tl.constexpr,
-    ):
+        x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, K, x_stride, residual_stride, eps,
+        BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         # No kernel writes weights, so they may be read before the wait.
         weight = tl.load(weight_ptr + k, mask=k < K, other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         dtype = x_ptr.dtype.element_ty
         x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
         if residual_ptr is not None:
@@ -79,9 +68,7 @@ if HAVE_TRITON:
         row = tl.program_id(0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         y_ptr += row * len(parts) * K + tl.program_id(1) * K
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         for i in tl.static_range(len(parts)):
             if tl.program_id(1) == i:
                 weight = tl.load(weights[i] + k, mask=k < K, other=0.0)
@@ -92,9 +79,7 @@ if HAVE_TRITON:
     def _silu_mul_kernel(y_ptr, out_ptr, HALF, y_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
+        wait_for_previous(PDL)
         gate = tl.load(y_ptr + row * y_stride + i, mask=i < HALF, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + row * y_stride + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
         dtype = y_ptr.dtype.element_ty
@@ -185,19 +170,9 @@ def add_rms_norm_triton(
         return y, total
     block = triton.next_power_of_2(K)
     _rms_norm_kernel[(T,)](
-        x,
-        residual,
-        weight,
-        y,
-        total,
-        K,
-        x.stride(0),
-        residual.stride(0) if residual is not None else K,
-        eps,
-        BLOCK_K=block,
-        num_warps=max(1, min(16, block // 256)),
-        **pdl_launch_options(x.device, pdl),
-    )
+        x, residual, weight, y, total, K, x.stride(0), residual.stride(0) if residual is not None else K, eps,
+        BLOCK_K=block, num_warps=max(1, min(16, block // 256)), **pdl_launch_options(x.device, pdl),
+    )  # fmt: skip
     return y, total
 
 
@@ -245,12 +220,9 @@ class RMSNormFunction(torch.autograd.Function):
         block = triton.next_power_of_2(D)
         if T:
             _rms_norm_backward_kernel[(programs,)](
-                *(x_TD, weight_D, dy_TD, dx_TD, dweight_PD),
-                *(T, D, x_TD.stride(0), dy_TD.stride(0), ctx.eps),
-                PROGRAM_ROWS=program_rows,
-                BLOCK=block,
-                num_warps=max(1, min(16, block // 256)),
-            )
+                x_TD, weight_D, dy_TD, dx_TD, dweight_PD, T, D, x_TD.stride(0), dy_TD.stride(0), ctx.eps,
+                PROGRAM_ROWS=program_rows, BLOCK=block, num_warps=max(1, min(16, block // 256)),
+            )  # fmt: skip
         dweight = dweight_PD.sum(0).to(weight_D.dtype) if ctx.needs_input_grad[1] else None
         return dx_TD, dweight, None
 

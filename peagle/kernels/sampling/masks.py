@@ -10,10 +10,9 @@ bad words of up to L tokens.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ class TokenMasks:
     announced_step: Tensor | None = None  # int64 [1], pinned: the last step whose masks are in `host_allowed_SNW`
 
     @classmethod
-    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> TokenMasks:
+    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> Self:
         shape = num_slots, max_speculative_tokens + 1, -(-vocab_size // 32)
         words = num_slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS
         masks = cls(
@@ -147,17 +146,12 @@ class TokenMasks:
         (_, num_rows), (num_slots, num_mask_rows, num_words) = token_ids_BQ.shape, self.allowed_SNW.shape
         host = (self.host_allowed_SNW, self.announced_step) if awaits else (self.allowed_SNW, self.awaited_step)
         _prepare_masks_kernel[(token_ids_BQ.numel(),)](
-            *(slots_B.contiguous(), flags_S, num_slots, token_ids_BQ.contiguous(), self.allowed_SNW, *host),
-            *(self.awaited_step, self.bad_words_SCL, self.tail_SL, num_mask_rows, num_words),
-            ROWS=num_rows,
-            AWAIT=awaits,
-            C=MAX_BAD_WORDS,
-            L=MAX_BAD_WORD_TOKENS,
-            WIDTH=triton.next_power_of_2(num_words),
-            MAX_READS=MAX_READS,
-            num_warps=8,
-            **pdl_launch_options(token_ids_BQ.device),
-        )
+            slots_B.contiguous(), flags_S, num_slots, token_ids_BQ.contiguous(), self.allowed_SNW, *host,
+            self.awaited_step, self.bad_words_SCL, self.tail_SL, num_mask_rows, num_words,
+            ROWS=num_rows, AWAIT=awaits, C=MAX_BAD_WORDS, L=MAX_BAD_WORD_TOKENS,
+            WIDTH=triton.next_power_of_2(num_words), MAX_READS=MAX_READS,
+            num_warps=8, **pdl_launch_options(token_ids_BQ.device),
+        )  # fmt: skip
 
     def _prepare_torch(self, flags_S: Tensor, slots_B: Tensor, token_ids_BQ: Tensor) -> None:
         for b in (flags_S[slots_B] & HAS_BAD_WORDS).nonzero()[:, 0].tolist():

@@ -7,8 +7,6 @@ distance apart, so the GPU needs no exchange between threads.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,10 +9,9 @@ Shapes: S slots, V vocabulary; B requests, Q rows per request, R = B * Q rows.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
@@ -133,9 +132,7 @@ class LogitsProcessors:
     _host_flags: dict[int, int] = field(default_factory=dict)  # `flags_S` of slots with any
 
     @classmethod
-    def allocate(
-        cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device
-    ) -> LogitsProcessors:
+    def allocate(cls, num_slots: int, vocab_size: int, max_speculative_tokens: int, device: torch.device) -> Self:
         """Allocates `num_slots` request slots and the padding slot."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -243,14 +240,11 @@ class LogitsProcessors:
         if runs_triton(logits_RV):
             width = min(triton.next_power_of_2(vocab), 8192)
             _logprobs_kernel[(num_rows,)](
-                *(logits_RV, logits_RV.stride(0), vocab, slots_B.contiguous(), self.flags_S, len(self.flags_S)),
-                *(num_accepted_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), out),
-                ROWS=rows_per_request,
-                COUNT=count,
-                WIDTH=width,
-                num_warps=16 if width == 8192 else 4,
-                **pdl_launch_options(logits_RV.device),
-            )
+                logits_RV, logits_RV.stride(0), vocab, slots_B.contiguous(), self.flags_S, len(self.flags_S),
+                num_accepted_B.contiguous(), output_token_ids_BQ, output_token_ids_BQ.stride(0), out,
+                ROWS=rows_per_request, COUNT=count, WIDTH=width,
+                num_warps=16 if width == 8192 else 4, **pdl_launch_options(logits_RV.device),
+            )  # fmt: skip
             return out
         num_logprobs_B = (self.flags_S[slots_B] >> LOGPROBS) - 1
         for b in (num_logprobs_B >= 0).nonzero()[:, 0].tolist():

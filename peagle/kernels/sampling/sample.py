@@ -16,8 +16,6 @@ greedy output.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -151,9 +149,8 @@ if HAVE_TRITON:
                 below = tl.maximum(below, tl.where(keep, -float("inf"), x))
             enough = tl.sum(mass, 0) >= need
             lowest = tl.min(above, 0)
-            lowest = tl.where(
-                lowest == 0.0, 0.0, lowest
-            )  # -0 orders below 0 but compares equal: avoid a step without progress
+            # -0 orders below 0 but compares equal: avoid a step without progress.
+            lowest = tl.where(lowest == 0.0, 0.0, lowest)
             low = tl.where(enough, lowest, low)
             high = tl.where(enough, high, tl.max(below, 0))
             step += 1
@@ -318,15 +315,11 @@ def logit_cutoffs_triton(
     cutoffs = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     width = min(triton.next_power_of_2(vocab), 8192)
     _cutoffs_kernel[(rows,)](
-        *(logits_RV, logits_RV.stride(0), float_params_3R, int_params_2R, position_R),
-        *_processor_arguments(processed, cutoffs),
-        cutoffs,
-        VOCAB=vocab,
-        ROWS=processed.rows_per_request if processed is not None else 0,
-        WIDTH=width,
-        num_warps=32 if width == 8192 else 4,
-        **pdl_launch_options(logits_RV.device),
-    )
+        logits_RV, logits_RV.stride(0), float_params_3R, int_params_2R, position_R,
+        *_processor_arguments(processed, cutoffs), cutoffs,
+        VOCAB=vocab, ROWS=processed.rows_per_request if processed is not None else 0, WIDTH=width,
+        num_warps=32 if width == 8192 else 4, **pdl_launch_options(logits_RV.device),
+    )  # fmt: skip
     return cutoffs
 
 
@@ -349,17 +342,12 @@ def _launch_argmax(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     options = pdl_launch_options(logits_RV.device)
     _block_argmax_kernel[(rows, chunks)](
-        *(logits_RV, logits_RV.stride(0), vocab),
+        logits_RV, logits_RV.stride(0), vocab,
         *(draw or (best, best_at, best_at, best)),  # placeholders, not read without a draw
-        *_processor_arguments(processed, best_at),
-        *(best, best_at, chunks),
-        SAMPLE=draw is not None,
-        ROWS=processed.rows_per_request if processed is not None else 0,
-        STREAM=SAMPLE_STREAM,
-        LANES=LANES,
-        num_warps=4,
-        **options,
-    )
+        *_processor_arguments(processed, best_at), best, best_at, chunks,
+        SAMPLE=draw is not None, ROWS=processed.rows_per_request if processed is not None else 0,
+        STREAM=SAMPLE_STREAM, LANES=LANES, num_warps=4, **options,
+    )  # fmt: skip
     width = triton.next_power_of_2(chunks)
     _row_argmax_kernel[(rows,)](
         best, best_at, tokens, chunks, vocab, CHECKED=draw is not None, CHUNKS=width, num_warps=1, **options

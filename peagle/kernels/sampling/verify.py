@@ -7,8 +7,6 @@ Shapes: B requests, K draft tokens, Q = K + 1 verified rows per request.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,16 +97,11 @@ def accept_draft_tokens(
     result_BX = torch.empty(requests, rows + 2, dtype=torch.int64, device=device)
     rates_K = accepted_B if synthetic_rates_K is None else synthetic_rates_K.contiguous()  # a placeholder is not read
     _accept_kernel[(requests,)](
-        *(token_ids_BQ, token_ids_BQ.stride(0), target_token_ids_BQ, target_token_ids_BQ.stride(0)),
-        *(num_draft_tokens_B.contiguous(), rates_K, seed_B.contiguous(), position_B.contiguous()),
-        *(accepted_B, result_BX),
-        K=rows - 1,
-        SYNTHETIC=synthetic_rates_K is not None,
-        STREAM=ACCEPT_STREAM,
-        WIDTH=triton.next_power_of_2(rows),
-        num_warps=1,
-        **pdl_launch_options(device),
-    )
+        token_ids_BQ, token_ids_BQ.stride(0), target_token_ids_BQ, target_token_ids_BQ.stride(0),
+        num_draft_tokens_B.contiguous(), rates_K, seed_B.contiguous(), position_B.contiguous(), accepted_B, result_BX,
+        K=rows - 1, SYNTHETIC=synthetic_rates_K is not None, STREAM=ACCEPT_STREAM, WIDTH=triton.next_power_of_2(rows),
+        num_warps=1, **pdl_launch_options(device),
+    )  # fmt: skip
     return AcceptedTokens(accepted_B, result_BX[:, :rows], result_BX)
 
 
