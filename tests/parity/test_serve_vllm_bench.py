@@ -145,7 +145,7 @@ def test_types_labels_and_buckets_equal_vllms(folder: Path) -> None:
     args = EngineArgs(model=str(folder), speculative_config={**drafter, "num_speculative_tokens": K})
     PrometheusStatLogger(args.create_engine_config())
     theirs = shapes(prometheus_client.generate_latest().decode())
-    ours = shapes(ServerMetrics("small").render(EngineStats(num_accepted_tokens_per_pos=(0,) * K))[0].decode())
+    ours = shapes(ServerMetrics("small").render(EngineStats(acceptance_histogram=[0] * (K + 1)))[0].decode())
     assert ours.keys() <= theirs.keys(), ours.keys() - theirs.keys()
     for name, (kind, labels, bounds) in ours.items():
         their_kind, their_labels, their_bounds = theirs[name]
