@@ -29,7 +29,7 @@ from torch import Tensor
 from peagle.config import DecoderConfig, DrafterConfig, EngineSettings, LayerConfig, Window
 from peagle.errors import UserError
 from peagle.kernels.attention.paged import SingleSequenceAttention, paged_attention
-from peagle.kernels.attention.rotary import rotate_in_place
+from peagle.kernels.attention.rotary import apply_rope
 from peagle.kernels.attention.types import PagedAttentionInputs, PagedAttentionMetadata, QKNormRope
 from peagle.kernels.fp8 import FP8_DTYPE
 
@@ -211,7 +211,7 @@ class JoinedAttention:
         for part, rows in self.parts:
             own_rope, q, k = rope.select_rows(rows) if rope is not None else None, q_THd[rows], k_TGd[rows]
             if own_rope is not None and not part.rotates:
-                rotate_in_place(q, k, own_rope)
+                q, k = apply_rope(q, k, own_rope)
                 own_rope = None
             result = part(layer, q, k, v_TGd[rows], window, own_rope, sinks, out_THd[rows])
             if result.data_ptr() != out_THd[rows].data_ptr():

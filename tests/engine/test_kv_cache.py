@@ -1,4 +1,4 @@
-"""BlockPool against a naive model that keeps whole token prefixes instead of hashes."""
+"""BlockPool against a naive model that keeps whole token prefixes instead of hashes; attention of joined parts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from engine_integrity import check_pool
 from hypothesis import given
 from hypothesis import strategies as st
 from support import many
+from torch import Tensor
 
-from peagle.engine.kv_cache import PADDING_BLOCK, BlockPool
+from peagle.config import LayerConfig
+from peagle.engine.kv_cache import PADDING_BLOCK, BlockPool, KVCache, PagedAttention, decode_attention, join_attention
+from peagle.kernels.attention.paged import prefill_attention
+from peagle.kernels.attention.types import PagedAttentionMetadata, QKNormRope
 
 SIZE = 2
 
@@ -166,3 +171,40 @@ def test_a_salt_separates_cached_prefixes() -> None:
             pool.cache_block(block, block_hash)
     for salt, blocks in blocks_by_salt.items():
         assert pool.find_cached_blocks(tokens, salt)[0] == blocks
+
+
+@pytest.mark.parametrize("width", [16, 24])  # the Triton kernels take powers of two only
+def test_joined_attention_equals_its_parts(width: int) -> None:
+    """Two decode requests and a prompt of three tokens, with the keys rotated by the attention kernel of the former."""
+    generator = torch.Generator().manual_seed(width)
+    heads, kv_heads, cached, rows = 4, 2, 5, 2
+    layer = LayerConfig(64, 64, heads, kv_heads, width, 1e-5)
+    qkv_TX = torch.randn(2 * rows + 3, (heads + 2 * kv_heads) * width, generator=generator)
+    angles = torch.randn(len(qkv_TX), 1, width // 2, generator=generator).repeat(1, 1, 2)
+    rope = QKNormRope(angles.cos(), angles.sin())
+    start = KVCache.allocate([layer], 8, qkv_TX)
+    for tensor in (start.keys[0], start.values[0]):
+        tensor.normal_(generator=generator)
+
+    def attend(parts: list[slice], rotates: bool) -> Tensor:
+        cache = KVCache(start.keys.clone(), start.values.clone())  # type: ignore[union-attr]
+        lengths = torch.tensor([cached] * 2, dtype=torch.int32), torch.tensor([rows] * 2, dtype=torch.int32)
+        decode = decode_attention(cache, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), *lengths, rows, None)
+        prompt = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+        start_loc = torch.tensor([0, 3], dtype=torch.int32)
+        metadata = PagedAttentionMetadata(torch.tensor([[5, 6]], dtype=torch.int32), *prompt, 3, start_loc)
+        prefill = PagedAttention(cache, metadata, prefill_attention)
+        decode.rotates = rotates
+        calls = [join_attention([decode, prefill], [2 * rows, 3])] if len(parts) == 1 else [decode, prefill]
+        outputs = []
+        for call, own in zip(calls, parts, strict=True):
+            q, k, v = qkv_TX[own].unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], 1)
+            if call.rotates:
+                outputs.append(call(0, q, k, v, None, rope.select_rows(own)))
+            else:
+                outputs.append(call(0, *rope.select_rows(own).apply(q, k), v, None))
+        return torch.cat(outputs)
+
+    alone = attend([slice(0, 2 * rows), slice(2 * rows, None)], rotates=False)
+    for rotates in (False, True):
+        torch.testing.assert_close(attend([slice(0, None)], rotates), alone)

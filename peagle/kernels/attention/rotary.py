@@ -14,22 +14,25 @@ def split_qkv_rope(qkv_TX: Tensor, heads: int, kv_heads: int, rope: QKNormRope) 
 
     May rotate in place and return views of `qkv_TX`, so that must not be used again.
     """
-    width = rope.cos.shape[-1]
-    triton_width = width >= 16 and not width & (width - 1)
-    if supports_triton_autograd(qkv_TX) and triton_width and not rope.has_norm:
+    if supports_triton_autograd(qkv_TX) and _is_triton_width(rope) and not rope.has_norm:
         from peagle.kernels.attention.rotary_triton import split_qkv_rope_autograd
 
         return split_qkv_rope_autograd(qkv_TX, heads, kv_heads, rope)
-    if supports_triton_float(qkv_TX) and triton_width and not qkv_TX.requires_grad:  # in place: no gradients
-        from peagle.kernels.attention.rotary_triton import split_qkv_rope_triton
-
-        return split_qkv_rope_triton(qkv_TX, heads, kv_heads, rope, supports_pdl(qkv_TX.device))
     q, k, v = qkv_TX.unflatten(1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], 1)
-    return *rope.apply(q, k), v
+    return *apply_rope(q, k, rope), v
 
 
-def rotate_in_place(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope) -> None:
-    """Norms and rotates q and k, which are views of the fused QKV projection on a GPU."""
-    from peagle.kernels.attention.rotary_triton import rotate_triton
+def apply_rope(q_THd: Tensor, k_TGd: Tensor, rope: QKNormRope) -> tuple[Tensor, Tensor]:
+    """Returns q and k normed (if weights are given) and rotated; both are views of one fused QKV projection, in which
+    they may be rotated in place."""
+    if supports_triton_float(q_THd) and _is_triton_width(rope) and not q_THd.requires_grad:  # in place: no gradients
+        from peagle.kernels.attention.rotary_triton import rotate_triton
 
-    rotate_triton(q_THd, k_TGd, rope, supports_pdl(q_THd.device))
+        rotate_triton(q_THd, k_TGd, rope, supports_pdl(q_THd.device))
+        return q_THd, k_TGd
+    return rope.apply(q_THd, k_TGd)
+
+
+def _is_triton_width(rope: QKNormRope) -> bool:
+    width = rope.cos.shape[-1]
+    return width >= 16 and not width & (width - 1)
